@@ -1,8 +1,8 @@
-"""Is run by `import torch`, so that RANKTAPE_CAPTURE=URL records a training whose command line is unchanged.
+"""The hook of `import torch`, through which RANKTAPE_CAPTURE=URL records a training with an unchanged command line.
 
-torch calls `start` by the entry point group `torch.backends`, at the end of its own import, in every process of the
-environment; an error that leaves it is the end of `import torch`. So this module stands outside of the package, needs
-nothing but the standard library, and lets nothing out. TORCH_DEVICE_BACKEND_AUTOLOAD=0 has torch not call it.
+torch calls `start` through the entry point group `torch.backends`, at the end of its own import, in every process of
+the environment. An error in it would make `import torch` fail. This module is therefore outside the package, imports
+only the standard library, and catches all errors. With TORCH_DEVICE_BACKEND_AUTOLOAD=0, torch does not call it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ SWITCHES = (
     *("RANKTAPE_CAPTURE", "RANKTAPE_CAPTURE_CONFIG", "RANKTAPE_LAUNCHED"),
     *("RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"),
 )
-"""Variables that ask for a capture or a precision; without them, and that of the legacy tools, nothing is imported."""
+"""Variables that request a capture or a precision. Without one, and TENSOR_SAVE_ENABLED, nothing is imported."""
 
 _OFF = {"", "false", "0", "no", "off"}
-"""What `TENSOR_SAVE_ENABLED` says where it does not."""
+"""The values of `TENSOR_SAVE_ENABLED` that disable it."""
 
 
 def start() -> None:
-    """Have the training of this process recorded, should it train and the environment ask for it.
+    """Record the training of this process, if there is one and the environment requests it.
 
     Raises:
-        KeyboardInterrupt: the user's, which is not ours to keep.
+        KeyboardInterrupt: the user interrupted the import.
     """
     is_enabled = os.environ.get("TENSOR_SAVE_ENABLED", "").strip().lower() not in _OFF
     if not is_enabled and not any(map(os.environ.get, SWITCHES)):
@@ -35,17 +35,17 @@ def start() -> None:
         arm()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001  (a broken installation, too, must not break `import torch`)
+    except BaseException as error:  # noqa: BLE001  (not even a broken installation may break `import torch`)
         _tell(error)
 
 
 def _tell(error: BaseException) -> None:
-    """One line on stderr, from rank 0, where there is a stderr."""
+    """Print one line on stderr, if there is one, on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
     text = " ".join(f"{type(error).__name__}: {error}".split())
     try:
         sys.stderr.write(f"ranktape: error: {text}; the training goes on without a capture\n")
         sys.stderr.flush()
-    except Exception:  # noqa: BLE001, S110  (closed, or none: there is nobody to tell)
+    except Exception:  # noqa: BLE001, S110  (stderr is closed, or there is none)
         pass

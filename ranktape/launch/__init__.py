@@ -1,6 +1,6 @@
-"""Open the doors: start a training with capture under torchrun, the `ranktape` command, the demo.
+"""The launcher, which records a training under torchrun, and the `ranktape` command.
 
-The commands that look after runs are functions, too: `check("s3://bucket/run")` returns what `ranktape check` writes.
+The commands that maintain runs are also functions: `check("s3://bucket/run")` returns the result of `ranktape check`.
 """
 
 from typing import TYPE_CHECKING

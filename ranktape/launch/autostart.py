@@ -1,9 +1,9 @@
-"""Begins a capture with the first training forward of a process, and ends it when the process does.
+"""Starts a capture with the first training forward of a process, and closes it when the process exits.
 
-`ranktape_autoload` has every process wait for its training that imports torch where RANKTAPE_CAPTURE is set, and the
-launcher the one that runs its script. A process that never trains stays as it is: an agent of torchrun, a loader of
-data or a command of ours. By the variable the training goes on whatever goes wrong, and its exit code is its own;
-under the launcher a capture that cannot begin is the end of it.
+If RANKTAPE_CAPTURE is set, `ranktape_autoload` arms every process that imports torch. The launcher arms the process
+that runs its script. A process that never trains is not affected, such as an agent of torchrun, a data loader or a
+`ranktape` command. With the variable, errors of the capture affect neither the training nor its exit code. Under the
+launcher, a capture that cannot start ends the training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONFIG = "RANKTAPE_CAPTURE_CONFIG"
 
 
 class Order(NamedTuple):
-    """What to record: the URL of the run with an absolute path, as it was given, and how."""
+    """What to record: the URL of the run with an absolute path, the URL as it was given, and the options."""
 
     url: str
     given_url: str
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, url: str, options: CaptureOptions, *, folder: str, tag: str | None = None) -> Order:
-        """What was asked for in a folder, of a training that computes in the precision of a tag."""
+        """The order for paths relative to a folder; `tag` is the default `quant_type`, if given."""
         if options.spill_dir:
             options = dataclasses.replace(options, spill_dir=absolute(folder, Path(options.spill_dir).expanduser()))
         if options.quant_type is None and tag is not None:
@@ -61,7 +61,7 @@ class Order(NamedTuple):
         return cls(absolute(folder, url), url, options)
 
     def to_json(self) -> str:
-        """As `LAUNCHED_WITH` has it: files and variables are read once, by the launcher."""
+        """The value of `LAUNCHED_WITH`, so that only the launcher reads files and variables."""
         from ranktape.capture.settings.setting import is_given
 
         settings = {name: value for name, value in self.options.plain().items() if is_given(value)}
@@ -78,16 +78,16 @@ class Order(NamedTuple):
 
 
 _start: AutoStart | None = None
-"""What waits for the training of this process."""
+"""The `AutoStart` of this process; None if it is not armed."""
 
 
 def arm() -> None:
-    """Have the first training forward of this process begin a capture; called at the end of `import torch`."""
+    """Start a capture with the first training forward of this process; called at the end of `import torch`."""
     global _start  # noqa: PLW0603  (one for each process)
     if OWNER in os.environ or _start is not None:
         return
-    # The program may go elsewhere before it trains, each rank into a folder of its own.
-    folder = os.getcwd()  # noqa: PTH109  (a text is what is joined with)
+    # The program may change its working directory before it trains, on each rank to another one.
+    folder = os.getcwd()  # noqa: PTH109  (paths are joined as text)
     arm_quantizer(lambda: _is_to_be_recorded(os.environ))
     _start = AutoStart(folder)
     if multiprocessing.parent_process() is None and LAUNCHED not in os.environ:
@@ -95,12 +95,12 @@ def arm() -> None:
 
 
 def arm_launched(variables: Mapping[str, str]) -> AutoStart:
-    """Set the variables that say what the launcher was asked for, and arm this process by them.
+    """Set the variables for what the launcher was told to do, and arm this process.
 
-    The processes that the script starts find the same variables: its ranks are recorded and quantised, too. Those of a
-    rank of torchrun are not.
+    The processes that the script starts inherit them, so that ranks that it starts are recorded and quantised too. The
+    processes that a rank of torchrun starts are not.
     """
-    import torch  # noqa: F401  (first: to import it with these variables is to arm the process)
+    import torch  # noqa: F401  (first, because importing it with these variables would arm the process)
 
     os.environ.update(variables)
     os.environ.pop(OWNER, None)
@@ -112,16 +112,16 @@ def arm_launched(variables: Mapping[str, str]) -> AutoStart:
 
 
 class AutoStart:
-    """Waits for the training of this process, and begins its capture."""
+    """Waits for the training of this process, and starts its capture."""
 
     def __init__(self, folder: str) -> None:
-        """Wait from now on; paths in the environment are relative to a folder."""
+        """Start to wait; paths in the environment are relative to `folder`."""
         from ranktape.capture import no_capture
         from ranktape.launch.standby import Standby
 
         self._ask = functools.partial(_ordered, folder)
         self.capture: Capture | None = None
-        """What was begun."""
+        """The capture; None if none has started."""
         self._failure: str | None = None
         self._first_iteration = 0
         self._is_saved_by_hand = False
@@ -134,7 +134,7 @@ class AutoStart:
         return self._standby.has_seen_models
 
     def explain_nothing(self) -> str:
-        """Why no capture has begun in a process that has come to its end, and the way out."""
+        """Why no capture has started in a process that is ending, and what to do about it."""
         if self._standby.has_evaluated:
             return "models ran, but none in training mode: --select mode=eval records inference"
         if self._failure is not None:
@@ -149,25 +149,25 @@ class AutoStart:
         return "the process ended before its first training forward"
 
     def tell_of_evaluation(self) -> None:
-        """Say so where models ran, none of them in training: nothing is recorded then without being asked for."""
+        """Print that nothing was recorded, if models ran only in evaluation mode."""
         if not self._standby.is_over and self._standby.has_evaluated and _is_to_be_recorded(os.environ):
             say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
 
     def _begin_by_hand(self, first_iteration: int) -> None:
-        """Begin it before the training, of which there may be none: the script saves tensors itself."""
+        """Start the capture without a training, because the script saves tensors itself."""
         from ranktape.capture.rendezvous import find_place
 
-        # On one of several ranks the others need not do the same, and no rank begins without them.
+        # Not on one of several ranks: the others may not save any, and no rank can start without them.
         self._is_saved_by_hand = True
         if find_place().world_size == 1:
             self._first_iteration = first_iteration
             self._standby.end()
 
     def _begin(self) -> None:
-        """Begin the capture that is asked for, unless this process is none to be recorded."""
+        """Start the requested capture, unless this process is not to be recorded."""
         if not _is_to_be_recorded(os.environ):
             return
-        # Not at the top, which runs with each import of torch.
+        # Not at the top, because this module is imported with torch.
         from ranktape.capture.settings.setting import SWITCH_WORDS
 
         stand_aside()
@@ -179,7 +179,7 @@ class AutoStart:
             from ranktape.capture.session import Capture
 
             if Capture.current is not None and not Capture.current.yields:
-                return  # the script has begun one of its own
+                return  # the script has started its own
             order = self._ask()
             if order is None:
                 return
@@ -197,8 +197,8 @@ class AutoStart:
             self.capture = capture
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001  (nothing of ours ends a training)
-            # What came too late is no mistake, and another start may find it in time: a training is not ended for it.
+        except BaseException as error:  # noqa: BLE001  (errors of the capture do not end a training)
+            # A late rank is not a mistake of the user, so the launcher does not end the training for it by default.
             if order is not None and isinstance(error, LateError):
                 is_strict = order.options.strict
             text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
@@ -206,16 +206,16 @@ class AutoStart:
             _fail(error, self._failure, is_strict=is_strict)
 
     def _is_wanted_in_eval(self) -> bool:
-        """Whether a pass in evaluation mode is to be recorded too; asked at the first one."""
+        """Whether passes in evaluation mode are recorded too; called at the first one."""
         try:
             order = self._ask()
-        except Exception:  # noqa: BLE001  (said when the training begins)
+        except Exception:  # noqa: BLE001  (reported when the training starts)
             return False
         return order is not None and "eval" in order.options.wanted_modes
 
 
 def _ordered(folder: str) -> Order | None:
-    """What the launcher or the environment asks to record, with paths from a folder; None for nothing."""
+    """The order of the launcher or the environment, with paths relative to a folder; None if nothing is requested."""
     from ranktape.capture.settings.config import resolve, stray_variables
     from ranktape.launch.options import Quantization
 
@@ -228,18 +228,18 @@ def _ordered(folder: str) -> Order | None:
     if found is None:
         return None
     quantization = Quantization.read(environment, folder=Path(folder))
-    # Of a command line a typing error is refused, too; here nobody watches while an expensive training records less.
+    # An unknown variable is refused like an unknown option, so that a typing error does not go unnoticed.
     if stray := stray_variables():
         raise UsageError(stray[0])
     return Order.of(*found, folder=folder, tag=None if quantization is None else quantization.tag)
 
 
 def absolute(folder: str, path: str | os.PathLike[str]) -> str:
-    """A path as it is meant from a folder; a URL, and what is absolute, as it is."""
+    """A path relative to a folder as an absolute path; URLs and absolute paths are unchanged."""
     text = os.fspath(path)
-    # One with a slash too few is refused by its own words.
+    # A URL with one slash too few is unchanged too, and refused later.
     is_url = re.match(r"[A-Za-z][A-Za-z0-9+.:-]*:/", text) is not None
-    return text if is_url else os.path.join(folder, text)  # noqa: PTH118  (pathlib takes a final slash away)
+    return text if is_url else os.path.join(folder, text)  # noqa: PTH118  (pathlib removes a final slash)
 
 
 def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
@@ -248,11 +248,11 @@ def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
     if environment.get(LAUNCHED, str(os.getpid())) != str(os.getpid()):
         from ranktape.capture.rendezvous import find_place
 
-        # Of what the launcher's script starts, only the ranks of a training are recorded.
+        # Of the processes that the launcher's script starts, only the ranks of a training are recorded.
         if find_place().world_size == 1:
             return False
     if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in environment:
-        return False  # the tests of somebody whose shell has the variable
+        return False  # a user's tests in a shell that has the variable
     data = sys.modules.get("torch.utils.data")
     return data is None or data.get_worker_info() is None
 
@@ -279,12 +279,12 @@ def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:
 
 
 def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
-    """Whether another rank has said already why there is no capture; rank 0 lets the others know that it says so."""
+    """Whether rank 0 reports why there is no capture, so that this rank need not; rank 0 announces it to the others."""
     if isinstance(error, FailedElsewhereError):
         return True
     if isinstance(error, LateError):
         return False
-    # Where the ranks cannot meet, each of them speaks for itself.
+    # If the ranks cannot meet, each of them reports it.
     with contextlib.suppress(Exception):
         from ranktape.capture.rendezvous import Rendezvous, find_place
 
@@ -303,7 +303,7 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
 
 
 def _close_at_exit(capture: Capture, *, given_url: str) -> None:
-    """End the capture when the process ends, and say then what is missing."""
+    """Close the capture when the process exits, and report what is missing."""
     owner, shown_before = os.getpid(), getattr(sys, "last_value", None)
     is_child = multiprocessing.parent_process() is not None
 
@@ -312,7 +312,7 @@ def _close_at_exit(capture: Capture, *, given_url: str) -> None:
 
         if os.getpid() != owner or Capture.current is not capture:
             return
-        # An exit code that is not 0 is known nowhere: it is the process's own.
+        # The exit code of the process is not available here, only its last exception.
         error: Any = sys.exc_info()[1] if is_child else getattr(sys, "last_value", None)
         error = None if error is shown_before else error
         reason = failure_reason(error)
@@ -321,28 +321,28 @@ def _close_at_exit(capture: Capture, *, given_url: str) -> None:
                 verdict = capture.close(reason=reason, error=error)
             except KeyboardInterrupt:
                 verdict = capture.close()
-            # The launcher says so itself.
+            # The launcher reports this itself.
             if reason is None and not verdict.met and LAUNCHED not in os.environ:
                 from ranktape.launch.place import shown
 
                 command = f"'ranktape status {shown(given_url)} --require-minimum' tells a shell"
                 say(f"{in_variables(verdict.message())} ({command})")
-        except BaseException as failure:  # noqa: BLE001  (the training has ended well, and says so by its exit code)
+        except BaseException as failure:  # noqa: BLE001  (the exit code of the training does not change)
             complain(one_line(f"the capture did not end well: {failure}"))
 
     if is_child:
-        # A forked process runs no handlers of `atexit`.
+        # A forked process runs no `atexit` handlers.
         multiprocessing.util.Finalize(None, close, exitpriority=100)
     else:
         atexit.register(close)
 
 
 def failure_reason(error: BaseException | None) -> str | None:
-    """Why the capture ends where the training failed; None where it did not."""
+    """Why the training failed, as the reason for the end of the capture; None if it did not fail."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None
     if isinstance(error, RanktapeError):
-        return str(error)  # a strict capture has ended the training itself
+        return str(error)  # a strict capture has ended the training
     if isinstance(error, SystemExit) and error.__cause__ is None:
         return f"the training failed (exit code {error.code})"
     cause = error.__cause__ if isinstance(error, SystemExit) else error

@@ -1,4 +1,4 @@
-"""The commands of `ranktape`, each imported when it is asked for, so that help answers at once."""
+"""The commands of `ranktape`. Each is imported when it is used, so that help is fast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": "ranktape.launch.maintain:doctor_command",
     "analyze": "ranktape.analyze.cli:cli",
 }
-"""Where each command is."""
+"""The module and function of each command."""
 
 SECTIONS = {
     "Record": {
@@ -55,7 +55,7 @@ SECTIONS = {
         "doctor": "Check this machine for what ranktape needs.",
     },
 }
-"""The commands as help lists them."""
+"""The commands in the order of the help page."""
 
 EXAMPLES = {
     "record": (
@@ -86,7 +86,7 @@ EXAMPLES = {
     "rm": ("ranktape rm runs/x --dry-run", "ranktape rm s3://bucket/x --yes"),
     "doctor": ("ranktape doctor", "ranktape doctor s3://bucket/runs"),
 }
-"""Command lines in the help of each command."""
+"""Examples for the help page of each command."""
 
 
 @click.group(
@@ -106,7 +106,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the `ranktape` command and end the process with its exit code."""
+    """Run the `ranktape` command, and exit with its exit code."""
     stand_aside()
     cli(prog_name="ranktape")
 

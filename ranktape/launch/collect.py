@@ -1,7 +1,7 @@
 """`ranktape collect`: trains a script once in each precision, ends each training when enough is stored, and compares.
 
-One training after the other on this machine, by torchrun or as one process, each recorded into a run of its own below
-one place; what the trainings print is in a log beside each run.
+The trainings run one after the other on this machine, under torchrun or as one process. Each is recorded into its own
+run below a common directory or URL. Its output is in a log next to the run.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
 
 DEMO = ("--nproc-per-node", "2", "-m", "ranktape.launch.demo_train")
-"""What is trained where no script is given."""
+"""The training if no script is given."""
 
 PYTHON = "python"
-"""First word of the command line of a training in one process, without torchrun."""
+"""The first word of the command line of a training in one process, without torchrun."""
 
 NUM_ITERATIONS = 3
-"""Iterations that each run guarantees."""
+"""Default number of iterations that each run guarantees."""
 
 RECORD = "collect.json"
-"""The file beside the runs that names the command that they are of."""
+"""The file next to the runs that contains the command that made them."""
 
 END_SECONDS = 60.0
-"""How long a training that is told to end may take: torchrun gives its ranks 30."""
+"""Longest time that a training may take to exit after SIGTERM. torchrun gives its ranks 30 s."""
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
-"""The results of linear layers, by which runs are compared."""
+"""The results of linear layers by which runs are compared."""
 
 _LOOK_SECONDS = 0.5
 _TAIL_LINES = 15
 
 _OWN = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_iteration", "record_last", "trigger")
-"""Settings of a capture that this command decides on."""
+"""The settings of a capture that are not options, because this command sets them."""
 
 
 @click.command(
@@ -132,7 +132,7 @@ def command(
             problems[one.tag] = problem or lack
             has_failed |= is_dead
             if is_dead and number == 1:
-                # A mistake of the script fails in every precision; and there is nothing to compare the others with.
+                # A mistake of the script fails in every precision, and the others could not be compared.
                 if rest := quantizations[1:]:
                     say(f"{', '.join(other.tag for other in rest)}: not trained, because the first training failed")
                 break
@@ -154,7 +154,11 @@ def _quantizations(quant: str, *, has_attention: bool) -> list[Quantization]:
 
 
 def _check(values: Mapping[str, Any], script: Sequence[str]) -> None:
-    """Return if settings and script can work; nothing is trained before."""
+    """Check the settings and the script before anything is trained.
+
+    Raises:
+        UsageError: a setting or the script is not valid.
+    """
     from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.launch.script import Script
@@ -179,7 +183,10 @@ def _launch(
 
 
 def launcher_words(before: Sequence[str]) -> list[str]:
-    """The start of a command line that records: Python, torchrun with its options unless `python` is asked for, us."""
+    """The first words of a command line that records: Python, torchrun with its options, and the launcher.
+
+    If the options start with `python`, torchrun is left out.
+    """
     if before[:1] == (PYTHON,):
         launcher = list(before[1:])
     else:
@@ -190,7 +197,7 @@ def launcher_words(before: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What the runs, their logs and the page lie below."""
+    """The directory or URL of the runs, their logs and the report."""
 
     url: str
     options: dict[str, Any] | None
@@ -206,14 +213,18 @@ class _Place:
         return f"{self.url}/{tag}"
 
     def claim(self, words: list[str], *, overwrite: bool) -> None:
-        """Note which command the runs are of."""
+        """Write the file with the command of the runs.
+
+        Raises:
+            RunExistsError: there are runs of another command, and `overwrite` is false.
+        """
         from ranktape.storage.maintenance.runs import find_runs
 
         try:
             before = json.loads(self.backend.get(RECORD) or b"{}").get("command")
         except (ValueError, AttributeError):
             before = None
-        # A command that has stored nothing, as one with a mistake in it, is not in the way.
+        # A previous command that has stored nothing, for example because of a mistake, is ignored.
         if before and before != words and not overwrite:
             runs = find_runs(self.url, storage_options=self.options, max_depth=1)
             if any(run.iterations for run in runs):
@@ -224,13 +235,13 @@ class _Place:
         self.backend.put(RECORD, [json.dumps({"command": words}, indent=2).encode()])
 
     def records(self, tag: str) -> Records:
-        """Those of one run."""
+        """The records of one run."""
         from ranktape.storage import open_run
 
         return open_run(self.url_of(tag), storage_options=self.options).select()
 
     def num_stored(self, tag: str) -> int | None:
-        """How many complete iterations a run holds; None where there is no run."""
+        """Number of complete iterations of a run; None if there is no run."""
         from ranktape.storage import open_run
 
         try:
@@ -239,7 +250,7 @@ class _Place:
             return None
 
     def lacks(self, tag: str, min_iterations: int, min_records: int) -> str:
-        """What a run has less of than it should; empty where it has all."""
+        """What is missing in a run; empty if nothing is."""
         if (self.num_stored(tag) or 0) < min_iterations:
             return "its guaranteed iterations are not stored"
         num = len(self.records(tag))
@@ -247,7 +258,11 @@ class _Place:
         return "" if num >= min_records else why
 
     def train(self, tag: str, command: Sequence[str], *, head: str, timeout: float) -> tuple[str, bool]:
-        """Train in one precision; what went wrong, and whether the training itself failed."""
+        """Train in one precision.
+
+        Returns:
+            What went wrong, empty if nothing did, and whether the training itself failed.
+        """
         is_remote = "://" in self.url
         folder = Path(tempfile.mkdtemp(prefix="ranktape-") if is_remote else self.url)
         folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +289,7 @@ class _Place:
         return problem, is_dead
 
     def losses(self, tag: str) -> list[tuple[int, float]]:
-        """The steps and losses that a training printed, in the order of steps."""
+        """The steps and losses that a training printed, in ascending order of steps."""
         text = (self.backend.get(f"{tag}.log") or b"").decode(errors="replace")
         found: dict[int, float] = {}
         for line in text.splitlines():
@@ -285,7 +300,7 @@ class _Place:
         return sorted(found.items())
 
     def compare(self, tags: Sequence[str]) -> None:
-        """Write a table for the terminal, and the report over all runs that hold records, which begins with it."""
+        """Print a table, and write the report on all runs with records, which starts with that table."""
         from ranktape.analyze import write_report
         from ranktape.analyze.table import write_table
         from ranktape.analyze.views.report.model import Comparison
@@ -319,14 +334,14 @@ class _Place:
 
 
 TARGET_SQNR = 18.0
-"""Where the colours of the page change, in dB: with what `docs/replay.md` begins the search for a target."""
+"""The SQNR at which the colours of the report change, in dB; the same as the first target in `docs/replay.md`."""
 
 _LOSS = re.compile(r"\bloss\b[^0-9+\-.naif]*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\b")
 _STEP = re.compile(r"\b(?:step|iter(?:ation)?)\b\D{0,3}(\d+)")
 
 
 def _sqnr_of(first: Records, records: Records) -> dict[tuple[str, str], float]:
-    """For each module and product the median SQNR over calls and ranks, in dB, in the first iteration of both runs."""
+    """The median SQNR over calls and ranks, in dB, for each module and product, in the first common iteration."""
     from ranktape.analyze import compare
 
     common = set(first.column("iteration").tolist()) & set(records.column("iteration").tolist())
@@ -347,7 +362,7 @@ def _summary(
     found: Mapping[str, Mapping[tuple[str, str], float]],
     losses: Mapping[str, Sequence[tuple[int, float]]],
 ) -> Table:
-    """A row for each training; what is the same in all of them is a note."""
+    """A table with one row for each training. Columns with equal values are left out, and counts become notes."""
     from ranktape.analyze.table import Column, Kind, Table
 
     first = next(iter(runs))
@@ -391,12 +406,12 @@ def _summary(
 
 @contextlib.contextmanager
 def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A training in a session of its own; at the end of the block it has ended, with all its ranks."""
+    """Run a training in a separate session; at the end of the block, it and all its ranks are ended."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
-    # A collection that is told to end, as by `timeout` or a scheduler, leaves no training behind.
+    # If this process gets SIGTERM, for example from `timeout` or a scheduler, it ends the training too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield process
@@ -412,10 +427,13 @@ def _training(command: Sequence[str], output: IO[bytes]) -> Iterator[subprocess.
 
 
 def split_words(words: Sequence[str], *, own: Collection[str] = ()) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The options of torchrun, and the script with its arguments (-m before a module), of one command line.
+    """Split a command line into the options of torchrun, and the script with its arguments (-m before a module).
 
-    Of `python [options] script` the first part is `python` and its options. An option that torchrun does not know may
-    be one of `own`, those of the command, misspelt.
+    For `python [options] script`, the first part is `python` and its options. `own` are the options of the command; an
+    error for an unknown option suggests the nearest of them.
+
+    Raises:
+        UsageError: torchrun would not accept the command line, or there is no script.
     """
     given = list(words[1:] if words[:1] == ("torchrun",) else words)
     if not given:
@@ -446,7 +464,7 @@ def split_words(words: Sequence[str], *, own: Collection[str] = ()) -> tuple[tup
 
 
 def _split_python(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """As `split_words`, of a command line of Python itself."""
+    """Split a command line of Python as in `split_words`."""
     start = 1
     while start < len(given) and given[start].startswith("-") and given[start] != "-m":
         start += 2 if given[start] in {"-X", "-W"} else 1
@@ -459,7 +477,7 @@ def _split_python(given: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _tail(log: Path) -> str:
-    """The last lines of a training, and our errors before them; torchrun says after them that it has failed."""
+    """The last lines of a log before torchrun's own messages, preceded by ranktape's errors in earlier lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     ends = (place for place, line in enumerate(lines) if re.match(r"[EW]\d{4} .*torch/distributed/elastic/", line))
     own = lines[: next(ends, len(lines))]

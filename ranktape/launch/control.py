@@ -1,4 +1,4 @@
-"""Gives `ranktape trigger`: asks a running training to record iterations."""
+"""`ranktape trigger`, which requests iterations of a running training."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _MAX_PAUSE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlReply:
-    """What becomes of a request."""
+    """The outcome of a request."""
 
     run: str
-    """Where the run is, as it was given, without credentials."""
+    """URL or path of the run as given, without credentials."""
     request: str
-    """The request's name in the run."""
+    """Name of the request in the run."""
     is_answered: bool
-    """Whether the training has answered; it is only left there where nobody waited."""
+    """Whether the training has answered; False if the command did not wait."""
     iterations: list[int]
     """The iterations that all ranks record."""
     num_ranks: int
-    """How many ranks there are."""
+    """Number of ranks."""
     is_held: bool = False
-    """Whether the training is recorded by a flight recorder, whose ranks store what they hold around the iteration."""
+    """Whether the capture is a flight recorder, whose ranks store the iterations that they hold around this one."""
 
 
 def trigger(
@@ -112,14 +112,18 @@ def trigger(
 
 
 def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> Answer:
-    """What the training answers."""
+    """Wait for the training's answer.
+
+    Raises:
+        CaptureError: the training has ended, was lost, or did not answer in time.
+    """
     from ranktape.storage.format.attempt import is_attempt_there, lost_message
     from ranktape.storage.format.live import read_answer
 
     deadline = time.monotonic() + seconds
     pause = _PAUSE_SECONDS
     while True:
-        has_ended = _has_ended(backend, attempt)  # before the answer, which comes before the end
+        has_ended = _has_ended(backend, attempt)  # first, because a last answer is written before the end
         answer = read_answer(backend, attempt=attempt, name=name)
         if answer is not None:
             return answer
@@ -145,7 +149,11 @@ def _has_ended(backend: Backend, attempt: Attempt) -> bool:
 
 
 def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str, Any]) -> None:
-    """Let kinds of layers pass that the capture attaches to."""
+    """Check that the capture attaches to the requested layer types.
+
+    Raises:
+        UsageError: it does not attach to one of them.
+    """
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.settings.rules import fits
     from ranktape.storage.format.documents import converted, read_attributes
@@ -165,7 +173,7 @@ def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str
 def _myself() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
+    except (KeyError, OSError):  # the user has no name, as in some containers
         user = f"user {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
@@ -183,7 +191,7 @@ def _listed(iterations: list[int]) -> str:
 
 @command_of(trigger)
 def trigger_command(reply: ControlReply, given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
-    """Which iterations are recorded or stored, by how many ranks."""
+    """The iterations that are recorded or stored, and the number of ranks."""
     what = "storing what is held around" if reply.is_held else "recording"
     ranks = "1 rank" if reply.num_ranks == 1 else f"all {reply.num_ranks} ranks"
     text = f"{what} {_listed(reply.iterations)} on {ranks}"

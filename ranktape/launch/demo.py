@@ -1,7 +1,7 @@
-"""Trains a small model with capture on every rank, and analyses what was captured: `ranktape demo`.
+"""`ranktape demo`: trains a small model with capture on every rank, and analyses the run.
 
-The training is a process group under torchrun, started as a user would start it; the answers are given by
-the commands that a user would type, which are printed first.
+The training is started with torchrun, as a user would start it. The run is analysed with the commands that a user
+would type; each is printed first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ranktape.launch.options import Quantization, capture_arguments, capture_opt
 from ranktape.launch.place import read_options
 
 NUM_ITERATIONS = 3
-"""Iterations that are captured."""
+"""Default number of captured iterations."""
 
 _OWN = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
-"""Settings of a capture that the demo has no option for: they are its own, or of no use to it."""
+"""The settings of a capture that are not options of the demo, because it sets them or has no use for them."""
 
 
 @click.command(name="demo", cls=RanktapeCommand)
@@ -71,7 +71,7 @@ def command(
 
     quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
     settings = plan_capture(values, steps=steps, quant_type=quantization.tag if quantization else dtype)
-    # The launcher refuses too, but under torchrun that takes seconds and a page of output.
+    # The launcher checks this too, but under torchrun that takes seconds and prints a page of output.
     with contextlib.suppress(RunNotFoundError):
         if not (settings["overwrite"] or settings["resume"]):
             open_run(output, storage_options=read_options(settings.get("storage_options")))
@@ -85,13 +85,17 @@ def command(
 
 
 def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> dict[str, Any]:
-    """The settings of the capture: as given, else such that they fit the length of the training."""
-    # Not at the top: the help page does without what it needs.
+    """The settings of the capture; those that are not given are adapted to the length of the training.
+
+    Raises:
+        UsageError: the training is too short for the iterations.
+    """
+    # Not at the top, so that the help page is fast.
     from ranktape.capture.settings.config import given_settings
     from ranktape.capture.settings.options import CaptureOptions
 
     target = max(1, values.get("max_iterations") or values.get("min_iterations") or 1)
-    # Evenly over the training, and neither its first step nor its last.
+    # Evenly spread over the training, without its first and last step.
     share = steps // (target + 2)
     defaults = {"start_at": share, "every": max(1, share), "quant_type": quant_type}
     settings = {**values, **{name: default for name, default in defaults.items() if values.get(name) is None}}
@@ -106,12 +110,16 @@ def plan_capture(values: Mapping[str, Any], *, steps: int, quant_type: str) -> d
 
 
 def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> None:
-    """Run the demo's training under torchrun, its output on ours."""
+    """Run the demo's training under torchrun; its output goes to that of this process.
+
+    Raises:
+        CaptureError: the training failed.
+    """
     words = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "ranktape.launch", *capture]
     words += ["-m", "ranktape.launch.demo_train", *script]
     _say(["torchrun", *words])
     started = time.monotonic()
-    # One thread for each rank: the ranks share the machine with one another and with their writers.
+    # One thread for each rank, because the ranks share the machine with each other and with their writers.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], env=environment, check=False)
     if ended.returncode != 0:
@@ -120,13 +128,13 @@ def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> N
 
 
 def show(url: str, *, storage_options: str | None) -> None:
-    """Answer, by the commands that a user would type, what is stored and what it can bear."""
+    """Run the commands that show what is stored and which formats it tolerates."""
     from ranktape.launch.cli import cli
     from ranktape.storage import open_run
 
     last = open_run(url, storage_options=read_options(storage_options)).iterations[-1]
     access = ["--storage-options", storage_options] if storage_options else []
-    # Beside the run, not in it: all that is in a run is Zarr.
+    # Next to the run, because a run contains only Zarr.
     beside = "" if "://" in url else f"{url.rstrip('/')}-"
     places = {"RUN": url, "LAST": str(last), "PLOT": f"{beside}overflow.png", "REPORT": f"{beside}report.html"}
     for words in ANSWERS:
@@ -147,12 +155,12 @@ ANSWERS = (
     ("analyze", "plot", "RUN", "--format", "fp8_e4m3", "--output", "PLOT"),
     ("analyze", "report", "RUN", "--output", "REPORT"),
 )
-"""The commands that the demo ends with: what is stored, what fp8 would lose, which format each kind of layer can bear,
-what is wrong, a plot, and all of it in one page."""
+"""The commands at the end of the demo: what is stored, what fp8 would lose, which format each kind of layer tolerates,
+the findings, a plot, and a report."""
 
 
 def _say(words: Sequence[str]) -> None:
-    # Storage options may hold a password.
+    # Storage options may contain a password.
     shown = [
         "JSON" if before == "--storage-options" else word for before, word in zip(["", *words], words, strict=False)
     ]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 # B = batch, T = positions, D = model width, H = heads, V = vocabulary
 
 VOCABULARY = 256
-"""Tokens are bytes."""
+"""Number of tokens, which are bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,13 @@ class GPTConfig:
     """The size of the model."""
 
     layers: int = 4
-    """Decoder layers."""
+    """Number of decoder layers."""
     width: int = 128
-    """Model width, D."""
+    """Width of the model, D."""
     heads: int = 4
-    """Attention heads, H; they divide the width."""
+    """Number of attention heads, H, which divides the width."""
     context: int = 128
-    """Longest sequence, in tokens."""
+    """Length of the longest sequence, in tokens."""
 
 
 class Attention(nn.Module):
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
-            # GPT-2: what is added to the residual stream shrinks with the number of additions to it.
+            # As in GPT-2, layers that add to the residual stream start smaller, by the number of such layers.
             if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
@@ -124,17 +124,17 @@ def _initialise(module: nn.Module) -> None:
 
 
 WARM_UP_STEPS = 10
-"""Steps in which the learning rate rises."""
+"""Number of steps in which the learning rate rises."""
 PRINT_EVERY = 10
-"""Steps between two lines of output."""
+"""Number of steps between two lines of output."""
 
 
 BATCH_SIZE = 8
-"""Sequences in a step, of each rank."""
+"""Number of sequences of each rank in a step."""
 
 
 def read_corpus() -> Tensor:
-    """The bytes that are learned: Python's own reference documentation, which every machine has."""
+    """The training data: the bytes of Python's reference documentation, which is part of its standard library."""
     from pydoc_data.topics import topics
 
     return torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
@@ -178,13 +178,13 @@ def main() -> None:
         optimizer.zero_grad()
         warm_up.step()
         if rank == 0 and (step % PRINT_EVERY == 0 or step == arguments.steps - 1):
-            # The mean since the last line: a single small batch says little.
+            # The mean since the last line, because the loss of a single small batch is noisy.
             mean_loss = torch.stack(losses).mean().item()
             sys.stdout.write(f"step {step:4d}  loss {mean_loss:6.3f}  {time.monotonic() - started:6.1f} s\n")
             sys.stdout.flush()
             losses = []
 
-    # gloo aborts now and then when one rank tears down while another still talks to it.
+    # gloo sometimes aborts if a rank destroys its group while another one still communicates with it.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Gives the commands that bring tensors from one place to another, each with its function: `cp`, `push` and more.
+"""The commands that copy tensors between places, each with its function: `cp`, `push`, `export` and `import`.
 
-What the store did not take lies in the `--spill-dir` of the host, under the keys that it would have had; `push` brings
-it there.
+What the store did not accept is in the `--spill-dir` of the host, under the same keys as in the store. `push` copies it
+to the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ranktape.storage.maintenance.copy import CopyReport, PushReport, SelectionReport, Spill
 
 Pushed = tuple["Spill", "PushReport | None", "str | None"]
-"""What a rank left, and what became of it, or why it could not be pushed."""
+"""What a rank has spilled, and the report of its push, or why it could not be pushed."""
 
 
 def cp(
@@ -80,7 +80,7 @@ def cp(
 
 @command_of(cp, working="copying")
 def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -> CommandAnswer:
-    """What was copied."""
+    """The number and size of the copied objects or records."""
     from ranktape.storage.maintenance.copy import CopyReport
 
     if isinstance(report, CopyReport):
@@ -124,7 +124,7 @@ def push(
 
 @command_of(push)
 def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> CommandAnswer:
-    """What was brought of each rank, and what stays."""
+    """The pushed iterations of each rank, and those that remain."""
     directory = given["directory"]
     lines: list[str] = []
     spills = []
@@ -218,7 +218,7 @@ def export(
 
 @command_of(export, working=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
 def export_command(report: ExportReport | Exported, given: Mapping[str, Any]) -> CommandAnswer:
-    """What was written."""
+    """The number of written files."""
     from ranktape.analyze.views.export import Exported
 
     if isinstance(report, Exported):
@@ -262,7 +262,7 @@ def import_files(
 
 @command_of(import_files, working="importing", has_json=False)
 def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAnswer:
-    """What was stored, and on stderr what was left out."""
+    """The number of stored tensors; the files that were left out are printed on stderr."""
     for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:
         say(f"left out: {name}: {reason}", err=True)
     if len(report.left_out) > MAX_NAMED_FILES:

@@ -1,4 +1,4 @@
-"""Gives the commands that look after runs and machines, each with its function: `runs` to `rm`, and `doctor`."""
+"""The commands that maintain runs, each with its function, and `doctor`, which checks the machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLUMNS = (
     Column(name="size", kind=Kind.NBYTES, unit="bytes"),
     Column(name="created", kind=Kind.TEXT),
 )
-"""One row is one run."""
+"""The columns of the table of runs, which has one row for each run."""
 
 
 def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, Any] | None = None) -> list[RunSummary]:
@@ -60,7 +60,7 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
 
 @command_of(runs)
 def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> CommandAnswer:
-    """One row for each run; below, why some cannot be read."""
+    """A table of the runs, with notes on those that cannot be read."""
     rows = tuple(
         (
             run.path or ".",
@@ -70,7 +70,7 @@ def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Comma
             run.num_attempts,
             run.num_records,
             run.nbytes,
-            # A time of UTC to the second; empty where it is not known.
+            # UTC, in seconds; empty if it is not known.
             "" if run.created is None else datetime.fromtimestamp(run.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
         )
         for run in found
@@ -106,7 +106,7 @@ def check(
 
 @command_of(check, working="checking")
 def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
-    """Each finding in a line, errors first, and what was looked at below."""
+    """One line for each finding, errors first, and a summary of what was checked."""
     partial = f", {count_text(report.num_partial, 'partial iteration')}" if report.num_partial else ""
     looked = (
         f"{count_text(report.num_iterations - report.num_partial, 'complete iteration')}{partial}, "
@@ -154,7 +154,7 @@ def _mend(finding: CheckFinding) -> str:
 
 @command_of(repair, working="checking", each=_mend)
 def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAnswer:
-    """What was done, what was left alone and what cannot be mended."""
+    """What was repaired, what was left because it is too young, and what cannot be repaired."""
     word = "to be mended" if report.dry_run else "mended"
     lines = [f"would {_mend(finding)}" for finding in report.done] if report.dry_run else []
     lines += [f"left alone, as it is younger than {given['min_age']:g} s: {_mend(one)}" for one in report.young]
@@ -200,7 +200,7 @@ def _prune_question(plan: PruneReport) -> str | None:
 
 @command_of(prune, working="removing", question=_prune_question)
 def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnswer:
-    """How many iterations are gone, or would be, and which are left."""
+    """The iterations that were removed, or would be, and those that are kept."""
     word = "to be removed" if report.dry_run and report.removed else "removed"
     removed = f" ({_named(report.removed)})" if report.removed else ""
     kept = f" ({_named(report.kept)})" if report.kept else ""
@@ -242,7 +242,7 @@ def rm_command(answer: str, _given: Mapping[str, Any]) -> CommandAnswer:
 
 
 def _described(backend: Backend) -> str:
-    """The run, and how much is in it, as far as it can be read."""
+    """The URL of a run, with the number of its iterations and records and its size if it can be read."""
     from ranktape.storage.maintenance.runs import summarize
 
     try:
@@ -254,21 +254,21 @@ def _described(backend: Backend) -> str:
 
 
 EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")
-"""The extras that users install; the others are for developers."""
+"""The extras for users; the others are for developers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One thing that was examined."""
+    """The result of one check of the machine."""
 
     name: str
-    """What it is."""
+    """Name of the checked item."""
     found: str
-    """What is there, in words."""
+    """Description of what was found."""
     is_lacking: bool = False
-    """Whether a capture or an analysis needs more than this."""
+    """Whether something is missing that a capture or an analysis needs."""
     way_out: str = ""
-    """How to get what is missing, and what needs it; empty where nothing is missing."""
+    """How to get what is missing, and what needs it; empty if nothing is missing."""
 
 
 def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Examined]:
@@ -287,8 +287,8 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
-    warm_up()  # loads the compiled kernels of a writer, or compiles them and puts them into the cache
-    cache = kernels.count.stats.cache_path  # type: ignore[attr-defined]  # numba's, which has no types
+    warm_up()  # loads the compiled kernels of a writer, or compiles and caches them
+    cache = kernels.count.stats.cache_path  # type: ignore[attr-defined]  # numba has no types
     has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
     of_gpus, build = "for trainings on GPUs: a build of torch", "for trainings on CPUs: a build of torch with gloo"
     examined = [
@@ -318,7 +318,7 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
 
 
 def _needed(name: str, there: Any, *, way_out: str, absent: str = "not available", is_needed: bool = True) -> Examined:
-    """What is there, or `absent` with the way to get it."""
+    """The result for an item: `there` if it is available, otherwise `absent` with the way to get it."""
     return Examined(name, there) if there else Examined(name, absent, is_needed, way_out)
 
 
@@ -347,7 +347,7 @@ def _packages() -> Iterator[Examined]:
 
 
 def _place(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
-    """Whether an object can be written there."""
+    """The result for a URL: whether an object can be written, read and removed there."""
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.starting import open_place, try_writing
 
@@ -361,7 +361,7 @@ def _place(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
 
 @command_of(doctor)
 def doctor_command(found: Sequence[Examined], given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
-    """One line for each thing, with the way to get it where it is missing, and the verdict last."""
+    """One line for each item, with the way to get it if it is missing, and the verdict at the end."""
     lacking = [one.name for one in found if one.is_lacking]
     width = max(len(one.name) for one in found if "://" not in one.name)
     lines = [

@@ -1,7 +1,7 @@
-"""Gives a command the settings of a capture as options, and those that say in which precision a training computes.
+"""The options of commands for the settings of a capture, and for the precision of a training.
 
-The settings come from the table that defines them. `--quant` and its like are variables of the environment by other
-names: `Quantization` is read from the variables alone.
+The options of a capture come from the table of its settings. `--quant` and the like are converted to environment
+variables, from which alone `Quantization` is read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def capture_options(
 ) -> Callable[[AnyCommand], AnyCommand]:
     """A decorator that adds one option for each setting of a capture.
 
-    The command receives the values by the settings' names; None, or an empty tuple, stands for "not
-    given". `without` names settings that the command leaves out, `defaults` those for which it has a
-    default of its own.
+    The command receives the values by the settings' names. None and an empty tuple mean 'not given'. `without` names
+    the settings that the command leaves out, and `defaults` gives defaults of its own.
     """
 
     def decorate(command: AnyCommand) -> AnyCommand:
@@ -49,7 +48,7 @@ def capture_options(
 
 
 def capture_arguments(values: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that say the same as `values`; what was not given is left out."""
+    """The words of a command line for the given `values`."""
     words: list[str] = []
     for setting in SETTINGS:
         value: Any = values.get(setting.name)
@@ -64,7 +63,7 @@ def capture_arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 _FIRST = frozenset({"start_at", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
-"""The settings that help always shows; --help-capture shows the others."""
+"""The settings that the help page always shows; --help-capture shows the others."""
 
 
 def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyCommand]:
@@ -80,17 +79,17 @@ def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyComm
         multiple=setting.takes_several,
         default=default,
         metavar=(setting.metavar or setting.kind.__name__.upper()) if is_plain else None,
-        # click's own `show_default` knows only the command's default, which is None for "not given".
+        # Not click's `show_default`, which shows the default of the command: None for 'not given'.
         help=setting.help if shown is None or shown is False or shown == () else f"{setting.help} [default: {shown}]",
     )
 
 
 QUANT, QUANT_PLAN, QUANT_ATTENTION = "RANKTAPE_QUANT", "RANKTAPE_QUANT_PLAN", "RANKTAPE_QUANT_ATTENTION"
 QUANT_VARIABLES = (QUANT, QUANT_PLAN, QUANT_ATTENTION)
-"""The variables that say the same as the options."""
+"""The variables that correspond to the options of the precision."""
 
 PLANNED = "plan"
-"""The `quant_type` of a training whose layers have recipes of their own."""
+"""The `quant_type` of a training with a plan, which gives each layer its own recipe."""
 
 _QUANT_OPTIONS = {
     QUANT: click.option(
@@ -114,7 +113,7 @@ _QUANT_OPTIONS = {
 
 
 def quant_options(command: AnyCommand) -> AnyCommand:
-    """Add the options that say in which precision a training computes."""
+    """Add the options for the precision of a training."""
     for option in reversed(_QUANT_OPTIONS.values()):
         command = option(command)
     return command
@@ -122,21 +121,25 @@ def quant_options(command: AnyCommand) -> AnyCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """In which precision a training is to compute."""
+    """The precision in which a training computes."""
 
     recipe: Recipe | None
-    """Of all linear layers; None where there is a plan."""
+    """Recipe of all linear layers; None if there is a plan."""
     plan: PrecisionPlan | None
-    """The recipe of each; None where there is one for all."""
+    """Plan with the recipe of each layer; None if one recipe is for all."""
     tag: str
-    """The `quant_type` of its records."""
+    """The `quant_type` of the records."""
     words: Mapping[str, str]
-    """The variables that say so, with absolute paths: the processes that a script starts may be in another folder."""
+    """The variables for it, with absolute paths, as the processes of a script may have other working directories."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str], *, folder: Path | None = None) -> Self | None:
-        """What variables say, with paths from a folder; None where they say nothing."""
-        # Not at the top: the help page does without what it needs.
+        """The precision in variables, with paths relative to a folder; None if they request none.
+
+        Raises:
+            UsageError: a variable is not allowed.
+        """
+        # Not at the top, so that the help page is fast.
         from ranktape.analyze.numerics.recipes.plan_file import read_plan
         from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
         from ranktape.analyze.numerics.recipes.words import parse_recipe
@@ -167,27 +170,31 @@ class Quantization:
     def of_options(
         cls, quant: str | None, quant_plan: str | None = None, *, attention: bool | None = None
     ) -> Self | None:
-        """What the options say; None where they say nothing."""
+        """The precision in the options; None if they request none.
+
+        Raises:
+            UsageError: an option is not allowed.
+        """
         for option, value, what in (("--quant", quant, "recipe"), ("--quant-plan", quant_plan, "file")):
-            if value == "":  # as of a variable of the shell that is not set
+            if value == "":  # for example, from a shell variable that is not set
                 raise UsageError(f"{option} '' names no {what}: give one, or leave the option out")
         return cls.read({QUANT: quant or "", QUANT_PLAN: quant_plan or "", QUANT_ATTENTION: "1" if attention else ""})
 
     @property
     def options(self) -> list[str]:
-        """The options of the launcher that say so."""
+        """The options of the launcher for this precision."""
         given = [("--quant", self.words.get(QUANT)), ("--quant-plan", self.words.get(QUANT_PLAN))]
         words = [word for name, value in given if value is not None for word in (name, value)]
         return [*words, *(["--quant-attention"] if self.has_attention else [])]
 
     @property
     def has_attention(self) -> bool:
-        """Whether attention is quantised by the recipe, too."""
+        """Whether attention is quantised too."""
         return QUANT_ATTENTION in self.words
 
     @property
     def is_baseline(self) -> bool:
-        """Whether all is to be computed in bf16: what computes in it already is left as it is."""
+        """Whether the recipe is bf16, so that layers that already compute in bf16 are left unchanged."""
         return self.recipe is not None and self.recipe.name == "bf16"
 
     def recipes_of(self, linears: Mapping[str, nn.Module], others: Mapping[str, str]) -> dict[str, Recipe]:
@@ -197,5 +204,5 @@ class Quantization:
         if self.plan is not None:
             return self.plan.recipes_of(linears, others=others)
         assert self.recipe is not None, "there is a recipe where there is no plan"
-        # A training in float32 is to be rounded by it, too.
+        # The baseline also rounds a training in float32.
         return recipes_of_layers(self.recipe, linears, keeps_bf16=not self.is_baseline) if linears else {}

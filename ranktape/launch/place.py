@@ -1,4 +1,4 @@
-"""Gives commands what they share: the place of a run, how it is named, and a command made from a signature."""
+"""What commands share: the store of a run, texts for messages, and commands made from the signatures of functions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def read_options(text: str | None) -> dict[str, Any] | None:
-    """The storage options that were given; None where none were."""
+    """The given storage options; None if none were given."""
     return parse_storage_options(text) if text else None
 
 
 @contextlib.contextmanager
 def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[RetryingBackend]:
-    """The store of a run that a command was given; where no run is there, the error names similar places."""
+    """The store of a run; if there is no run, the error suggests similar places."""
     from ranktape.storage.maintenance.runs import suggest_nearest
 
     with suggest_nearest(run, storage_options=options):
@@ -38,21 +38,21 @@ def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[Ret
 
 
 def shown(url: str) -> str:
-    """The place as it was given, fit to be printed: without a user name, a password or a query."""
+    """The URL or path as given, without user name, password and query, for messages."""
     return without_credentials(url) if "://" in url else url
 
 
 def count_text(number: int, what: str) -> str:
-    """A number of things in words: 1 error, 2 errors."""
+    """A count with its noun, such as `1 error` or `2 errors`."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 MAX_NAMED = 4
-"""Things that text names before it counts the rest; JSON names all."""
+"""Largest number of items that text names; the others are counted. JSON names all."""
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """For each reason, the first of each pair, what has it: the first few by name."""
+    """A text for each reason with its items, given pairs of a reason and an item. Only the first items are named."""
     found: dict[str, dict[str, None]] = {}
     for reason, what in pairs:
         found.setdefault(reason, {})[what] = None
@@ -64,7 +64,12 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def confirm(question: str | None, *, is_yes: bool) -> None:
-    """Ask before something is removed, if there is anything to ask; `is_yes` is the answer of `--yes`."""
+    """Ask before something is removed, if there is a question; `is_yes` is whether `--yes` was given.
+
+    Raises:
+        UsageError: there is no terminal to ask at.
+        click.Abort: the answer is no.
+    """
     if is_yes or not question:
         return
     if not sys.stdin.isatty():
@@ -74,14 +79,14 @@ def confirm(question: str | None, *, is_yes: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAnswer:
-    """What a command says when its function has returned."""
+    """The output of a command."""
 
     text: Table | str
-    """For people."""
+    """Output without `--json`."""
     document: Any = None
-    """For programs; None for a command without `--json`."""
+    """Output with `--json`; None for a command without that option."""
     problem: str | None = None
-    """Why it exits with 3, as it has found something; None where it has not."""
+    """What was found, so that the command exits with 3; None if nothing was."""
 
 
 def command_of(
@@ -93,17 +98,17 @@ def command_of(
     each: Callable[[Any], str] | None = None,
     has_json: bool = True,
 ) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
-    """A decorator that makes a function's command: it is given what the function returns, and gives the answer.
+    """A decorator that makes the command of a function. It decorates a function from the result to the output.
 
-    The options come from the function, as those of a question do. Of its other arguments `on_progress` is a bar.
+    The options of the command come from the function's signature and docstring. Its `on_progress` shows a bar.
 
     Args:
-        function: Named as the command is.
-        apart: Arguments that the answer knows in place of the function.
-        working: What the bar says, or gives it for the options; empty for no bar.
-        question: Gives, for what a dry run has returned, what is asked before something is removed; None for nothing.
-        each: Gives a line for each thing that the function tells of by `on_done`.
-        has_json: Whether it has `--json`.
+        function: The function, which has the name of the command.
+        apart: Options that are passed to the decorated function instead of `function`.
+        working: The text of the bar, or a function that returns it for the options; no bar if empty.
+        question: Returns the question before something is removed, given the result of a dry run; None for no question.
+        each: Returns a line for each item that `function` passes to `on_done`.
+        has_json: Whether the command has `--json`.
     """
     names = inspect.signature(function).parameters
 
@@ -138,7 +143,11 @@ _YES = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 def _write(answer: CommandAnswer, *, as_json: bool) -> None:
-    """Write an answer."""
+    """Print the output of a command.
+
+    Raises:
+        CheckFoundError: there is a problem.
+    """
     from ranktape.analyze.table import write_table
 
     if as_json:

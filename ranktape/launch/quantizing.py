@@ -1,7 +1,7 @@
-"""Has an unmodified training compute in low precision: what `--quant` of the launcher, and RANKTAPE_QUANT, do.
+"""Makes an unmodified training compute in low precision, for `--quant` of the launcher and RANKTAPE_QUANT.
 
-Every model that has something to learn is quantised before its first forward pass, in whatever wraps it; its layers
-stay the same objects. A training that cannot be quantised is ended: it would not be what was asked for.
+Each model with parameters that need gradients is quantised before its first forward pass, also inside wrappers; its
+layers stay the same objects. A training that cannot be quantised is ended, because it would use another precision.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def arm_quantizer(is_wanted: Callable[[], bool]) -> None:
-    """Quantise the models of this process before they run, if the environment asks for it.
+    """Quantise the models of this process before they run, if the environment requests it.
 
-    `is_wanted` says, when a model runs, whether this process is one that trains. What the environment asks for is read
-    then, too: an error in it is no error of `import torch`.
+    `is_wanted` is called when a model runs, and returns whether this process trains. The precision is read from the
+    environment then too, so that an error in it does not break `import torch`.
     """
     if not any(os.environ.get(f"RANKTAPE_{name}") for name in ("QUANT", "QUANT_PLAN", "QUANT_ATTENTION")):
-        return  # before anything is imported for it: this runs with each import of torch
+        return  # before any import, because this runs with each import of torch
     folder = Path.cwd()
 
     @functools.cache
@@ -46,14 +46,14 @@ def arm_quantizer(is_wanted: Callable[[], bool]) -> None:
 
 
 class Quantizer:
-    """Quantises the models of this process before they run; made before the capture waits for them."""
+    """Quantises the models of this process before they run; created before the capture waits for the training."""
 
     def __init__(self, ask: Callable[[], Quantization | None], *, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Wait from now on.
+        """Start to wait for models.
 
         Args:
-            ask: Says when a model runs in which precision it is to compute; None for its own.
-            is_wanted: Says then whether this process is one that trains.
+            ask: Called when a model runs; returns its precision, or None to leave it unchanged.
+            is_wanted: Called when a model runs; returns whether this process trains.
         """
         import torch
         from torch import nn
@@ -72,12 +72,12 @@ class Quantizer:
         torch.compile = self._compiling(torch.compile)
         self._compile_module = nn.Module.compile
         nn.Module.compile = self._compiling_modules(nn.Module.compile)  # type: ignore[method-assign]
-        # A compiled module warns of global hooks, which might be called twice; ours does nothing then.
+        # A compiled module warns about global hooks, which may be called twice; for ours this is harmless.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
 
     @property
     def has_quantized(self) -> bool:
-        """Whether any model was met that has layers to quantise."""
+        """Whether any model with layers to quantise has run."""
         return self._num_layers + self._num_left > 0
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002  (torch's signature)
@@ -87,7 +87,7 @@ class Quantizer:
             self._meet(module)
 
     def _meet(self, module: nn.Module) -> None:
-        """A module is about to be called: quantise it, unless it was looked at, or learns nothing."""
+        """Quantise a module before it is called, unless it is known, or none of its parameters needs a gradient."""
         self._look_at(module)
         if self._attention is not None:
             self._attention.is_wanted = module in self._known
@@ -152,7 +152,7 @@ class Quantizer:
         self._attention.quantize(model)
 
     def _on_optimizer_step(self, *_: Any) -> None:
-        """The first step of any optimizer: what was not quantised by now would be learnt in another precision."""
+        """Check at the first step of any optimizer that something was quantised; otherwise, end the training."""
         import torch
         from torch import nn
 
@@ -181,7 +181,7 @@ class Quantizer:
             )
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.compile`, whose functions run as written until a model is quantised: nobody sees it inside."""
+        """A `torch.compile` whose functions run uncompiled until a model is quantised, so that hooks see the model."""
 
         @functools.wraps(original)
         def compile_any(model: Any = None, **options: Any) -> Any:
@@ -203,7 +203,7 @@ class Quantizer:
         return compile_any
 
     def _compiling_modules(self, original: Callable[..., None]) -> Callable[..., None]:
-        """`nn.Module.compile`, whose modules run their hooks inside of what is compiled, where ours is silent."""
+        """An `nn.Module.compile` that handles modules before calls. Inside compiled code, our hook is inactive."""
 
         @functools.wraps(original)
         def compile_module(module: nn.Module, *args: Any, **options: Any) -> None:
@@ -211,7 +211,7 @@ class Quantizer:
 
             _check_graph(module, options)
             original(module, *args, **options)
-            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (what calling the module calls)
+            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (called by `nn.Module.__call__`)
 
             def call(*call_args: Any, **call_options: Any) -> Any:
                 if not torch.compiler.is_compiling():
@@ -224,7 +224,7 @@ class Quantizer:
 
 
 def _check_graph(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """End the training where a model is to be one graph, which what quantises cannot be part of."""
+    """End the training if a model with linear layers is compiled with `fullgraph`, which excludes quantising."""
     from ranktape.analyze.numerics.quantization.quantized_layers import is_plain_linear
 
     if options.get("fullgraph") and any(is_plain_linear(part) for part in module.modules()):
@@ -237,7 +237,7 @@ def _check_graph(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _is_linear_like(module: nn.Module) -> bool:
-    """Whether a module that was not quantised seems to compute what an `nn.Linear` does."""
+    """Whether a module that was not quantised has the role of a linear layer."""
     from ranktape.capture.roles.known import role_of
 
     kind = type(module)
@@ -246,7 +246,7 @@ def _is_linear_like(module: nn.Module) -> bool:
 
 
 def _computes_in_bf16(linear: nn.Module) -> bool:
-    """Whether a layer that is about to be called computes in bf16, by its weight or by autocast around the model."""
+    """Whether a layer computes in bf16, by autocast if it is enabled, otherwise by the dtype of its weight."""
     import torch
 
     weight: Any = linear.weight
@@ -256,11 +256,11 @@ def _computes_in_bf16(linear: nn.Module) -> bool:
 
 
 def _name(modules: Mapping[str, nn.Module]) -> str:
-    """The class of the model inside of what wraps it."""
+    """The class name of the model inside its wrappers."""
     return type(modules[""]).__name__.removeprefix("FSDP") if "" in modules else "the model"
 
 
 def _fail(error: RanktapeError) -> NoReturn:
-    """End the training: it would not be what was asked for."""
+    """End the training with an error."""
     report(str(error))
     raise SystemExit(error.exit_code) from error

@@ -1,9 +1,9 @@
-"""Has the attention of an unmodified training compute in low precision: what `--quant-attention` does.
+"""Makes the attention of an unmodified training compute in low precision, for `--quant-attention`.
 
-`F.scaled_dot_product_attention` is replaced under every name by which loaded modules know it; in the attributes of a
-model's modules; in the default arguments and the closures of their methods and of the functions beside them. So is
-every function that Hugging Face's registry of attention gives. What a list, a dictionary or a partial function holds is
-not found, and neither is a local name.
+`F.scaled_dot_product_attention` is replaced under all its names in loaded modules, in the attributes of a model's
+modules, and in the default arguments and closures of their methods and of the functions next to them. All functions
+from Hugging Face's registry of attention are replaced too. References in lists, dictionaries, partial functions and
+local variables are not replaced.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from ranktape.analyze.numerics.recipes.recipe import Recipe
 
 _STREAM = 1 << 32
-"""Stochastic rounding of attention draws apart from that of linear layers, whose streams count from 0."""
+"""The random stream of attention for stochastic rounding. Those of linear layers count from 0."""
 
 
 class AttentionQuantizer:
-    """Quantises attention in the models of this process, from the first that it is told of."""
+    """Quantises the attention of the models that are passed to `quantize`."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Wait for a model."""
+        """Take the recipe; nothing is replaced before the first model."""
         self.recipe = recipe
         self.draws = Draws(_STREAM)
         self.num_calls = 0
-        """How many calls were quantised."""
+        """Number of quantised calls."""
         self.is_wanted = False
-        """Whether what runs now is a model that is quantised."""
+        """Whether the running model is quantised."""
         self._running = threading.local()
         self._known: dict[Callable[..., Any], _QuantizedAttention] = {}
 
     def quantize(self, model: nn.Module) -> None:
-        """Quantise what this model computes attention with, from now on."""
+        """Replace the attention functions of a model, from now on."""
         original: Any = torch.nn.functional.scaled_dot_product_attention
         if not isinstance(original, _QuantizedAttention):
-            # torch's compiler makes tables of torch's functions as it is first asked for one: of its own, not of ours.
-            torch._dynamo.trace_rules.get_torch_obj_rule_map()  # noqa: SLF001  (as above)
+            # torch's compiler builds tables of torch's functions at their first use. They should not contain ours.
+            torch._dynamo.trace_rules.get_torch_obj_rule_map()  # noqa: SLF001  (torch has no public way)
             name = HUGGING_FACE_ATTENTION.functions[0]
             replace(name, self._giver)
             quantized = self._around(original, ATTENTION)
@@ -60,7 +60,7 @@ class AttentionQuantizer:
         replace_in_model(model, *self._pair)
 
     def call(self, around: _QuantizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the function gives; Hugging Face's may call torch's, whose operands are quantised then."""
+        """Call an attention function with quantised operands. Functions that it calls do not quantise them again."""
         function = around.function
         if not self.is_wanted or getattr(self._running, "is_inside", False):
             return function(*args, **kwargs)
@@ -89,7 +89,7 @@ class AttentionQuantizer:
         return tuple(rest)
 
     def _giver(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """In place of the method of a registry: gives functions that quantise."""
+        """A replacement for the registry's method, which returns quantising functions."""
 
         @functools.wraps(original)
         def give(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class AttentionQuantizer:
 
 
 class _QuantizedAttention(Around):
-    """A function of attention, with quantised operands where its quantiser wants them."""
+    """An attention function whose operands its quantiser may quantise."""
 
     def __init__(self, function: Callable[..., Any], role: FunctionRole, quantizer: AttentionQuantizer) -> None:
         super().__init__(function)
@@ -115,16 +115,16 @@ class _QuantizedAttention(Around):
 
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives."""
+        """Call the function through the quantiser."""
         return self._quantizer.call(self, args, kwargs)
 
 
 _LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
-"""Beginnings of modules that hold functions to compare with them, not to call them."""
+"""Prefixes of modules that compare functions instead of calling them."""
 
 
 def replace_names(old: Any, new: Any) -> None:
-    """Have another function under every module-level name of one."""
+    """Replace a function under all its module-level names."""
     for name, module in sys.modules.copy().items():
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict) and not name.startswith(_LEFT_ALONE):
@@ -132,7 +132,7 @@ def replace_names(old: Any, new: Any) -> None:
 
 
 def replace_in_model(root: nn.Module, old: Any, new: Any) -> None:
-    """Have another function in the attributes and functions of a model."""
+    """Replace a function in the attributes of a model's modules, and in the functions of their classes and files."""
     kinds: set[type] = set()
     for module in root.modules():
         _replace_in(vars(module), old, new)
@@ -147,7 +147,7 @@ def _replace_in(namespace: dict[str, Any], old: Any, new: Any) -> None:
 
 
 def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
-    """The methods of classes that are not torch's, and the functions of the modules in which they are."""
+    """The methods of classes outside torch, and the functions of the Python modules that define these classes."""
     names: set[str] = set()
     for kind in kinds:
         if not kind.__module__.startswith(("torch.", "builtins", *_LEFT_ALONE)):
@@ -164,6 +164,6 @@ def _replace_in_function(function: FunctionType, old: Any, new: Any) -> None:
     if function.__kwdefaults__:
         _replace_in(function.__kwdefaults__, old, new)
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is not filled yet
+        with contextlib.suppress(ValueError):  # the cell is empty
             if cell.cell_contents is old:
                 cell.cell_contents = new

@@ -1,4 +1,4 @@
-"""Gives `ranktape status`: what of a run is stored, what is missing and why, and whether its minimum is there."""
+"""`ranktape status`: what is stored of a run, what is missing and why, and whether its guaranteed minimum is stored."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ COLUMNS = (
     Column(name="tensors", kind=Kind.TEXT, head="expected tensors recorded"),
     Column(name="missing", kind=Kind.TEXT),
 )
-"""One row is one iteration of one attempt."""
+"""The columns of the table, which has one row for each iteration of each attempt."""
 
 COUNTED = (
     "a record is one tensor of one microbatch and call; an expected tensor is counted once on each rank, however many "
     "records it has"
 )
-"""What is said where both are counted."""
+"""The note that explains the two counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """How far a run is."""
+    """The state of a run."""
 
     run: str
-    """Where it is, as it was given, without credentials."""
+    """URL or path of the run as given, without credentials."""
     iterations: Sequence[IterationStatus]
-    """Each iteration of each attempt."""
+    """The state of each iteration of each attempt."""
     verdict: RunVerdict | None
-    """On its minimum; None where it has promised none."""
+    """Verdict on the guaranteed minimum; None if there is none."""
     disabled: Mapping[int, str] = field(default_factory=dict)
-    """The ranks whose capture failed inside, and why."""
+    """The ranks whose capture failed with an internal error, each with the reason."""
     troubles: Mapping[int, str] = field(default_factory=dict)
-    """Those that went on, and what went wrong."""
+    """The ranks that had a problem and continued, each with the problem."""
     triggers: Sequence[Trigger] = ()
-    """What a flight recorder stored iterations for; what came first before."""
+    """The triggers of a flight recorder, sorted by `order`."""
 
     @property
     def is_met(self) -> bool:
@@ -65,7 +65,7 @@ class RunStatus:
         return self.verdict is not None and self.verdict.met
 
     def table(self) -> Table:
-        """One row for each iteration of each attempt, the verdict below."""
+        """A table with one row for each iteration of each attempt, and the verdict as its last note."""
         rows = tuple(
             (
                 *(status.iteration, status.attempt, status.state.value),
@@ -73,7 +73,7 @@ class RunStatus:
                 *(status.num_records, status.nbytes, _tensors_text(status), missing),
             )
             for status in self.iterations
-            # The ranks that have not committed, each with the reason, and what is wrong with the commit.
+            # The ranks that have not committed, each with the reason, and any problem of the commit.
             for missing in ["; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))]
         )
         statuses = self.iterations
@@ -93,7 +93,7 @@ class RunStatus:
         return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs, with everything named."""
+        """The state as a dictionary for JSON, with all names."""
         return {
             "run": self.run,
             "iterations": [dataclasses.asdict(status) for status in self.iterations],
@@ -105,10 +105,10 @@ class RunStatus:
 
 
 _SHORTEST_SECONDS = 0.05
-"""Between two looks: each of them costs the store some requests."""
+"""Shortest allowed interval between two polls, each of which takes several requests to the store."""
 
 RESTART_SECONDS = 30.0
-"""A restarted worker group may take up a run that was closed without its minimum for so long."""
+"""Time for which `--follow` waits for a restarted worker group, if a run was closed without its minimum."""
 
 
 def status(
@@ -164,7 +164,11 @@ def status(
 def _judge(
     backend: Backend, attempts: list[Attempt], *, seen: ProgressCache | None = None
 ) -> tuple[RunVerdict, list[IterationStatus]]:
-    """The verdict on a run with its iterations, from one reading."""
+    """The verdict on a run and the states of its iterations, from the same reads.
+
+    Raises:
+        RunNotFoundError: the run has no attempt.
+    """
     from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend, attempts=attempts, seen=seen)
@@ -174,7 +178,7 @@ def _judge(
 
 
 def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], object]) -> None:
-    """Report each change of a run until it is closed."""
+    """Pass each change of a run to `on_line` until the run is closed."""
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import ProgressCache
 
@@ -200,13 +204,13 @@ def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], objec
 
 @command_of(status, apart=["require_minimum"])
 def status_command(found: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
-    """The table, and whether the minimum that was asked for is there."""
+    """The table; it is a problem if the minimum is required and not stored."""
     problem = verdict_line(found.verdict) if given["require_minimum"] and not found.is_met else None
     return CommandAnswer(text=found.table(), document=found.to_json(), problem=problem)
 
 
 def verdict_line(verdict: RunVerdict | None) -> str:
-    """Whether the guaranteed minimum is there, in one line."""
+    """The verdict in one line."""
     if verdict is None:
         return "minimum not known: no attempt of this run has said what it guarantees"
     so_far = "" if verdict.final else " (so far: the run is not closed)"
@@ -214,7 +218,7 @@ def verdict_line(verdict: RunVerdict | None) -> str:
 
 
 def holdings_line(backend: Backend, *, url: str) -> str:
-    """What a run holds, and the commands to ask it, in one line."""
+    """A summary of a run and the commands to analyse it, in one line."""
     from ranktape.storage.format.progress import read_verdict
 
     judged = read_verdict(backend)
@@ -230,19 +234,19 @@ def holdings_line(backend: Backend, *, url: str) -> str:
 
 
 def _tensors_text(status: IterationStatus) -> str:
-    """How many of the expected tensors were recorded; empty where nobody counted."""
+    """The number of recorded and expected tensors; empty if they were not counted."""
     if status.num_expected is None or status.num_recorded is None:
         return ""
     return f"{status.num_recorded} of {status.num_expected}"
 
 
 def _notes(words: str, pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """A line for each reason, the first of each pair, with what has it."""
+    """A line for each reason with its items, given pairs of a reason and an item."""
     return tuple(printable(words.format(reason=reason, named=named)) for reason, named in by_reason(pairs).items())
 
 
 def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
-    """What happened, the first things one line each, with how often they were repeated."""
+    """One line for each of the first triggers, with its repetitions, and a count of the others."""
     from ranktape.storage.format.live import merge_repeated
 
     events = merge_repeated(triggers)

@@ -1,12 +1,12 @@
-"""Runs an unmodified training script with every rank recorded.
+"""Runs an unmodified training script and records every rank.
 
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] train.py [its own arguments]
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL [options] -m package.train [its own arguments]
     torchrun --nproc-per-node 4 -m ranktape.launch --capture URL --quant mxfp8 [options] train.py [its own arguments]
 
-Our options end at the script's name. What can be known to fail fails before the script runs; the capture begins with
-its first training forward. torch is imported before the script runs: what a script sets in the environment for the
-import of torch itself must be set outside of it.
+The options of ranktape end at the script's name. Most mistakes are found before the script runs. The capture starts
+with the first training forward. torch is imported before the script runs, so that variables which a script sets for the
+import of torch have to be set outside the script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ranktape.storage.places.backend import Backend
 
 PROGRAM = "torchrun [its options] -m ranktape.launch"
-"""What the help page calls us."""
+"""The name of the program on the help page."""
 
 
 @click.command(
@@ -45,7 +45,7 @@ PROGRAM = "torchrun [its options] -m ranktape.launch"
 )
 @click.option("--capture", "url", metavar="URL", help="Record tensors into the run at this URL or path.")
 @quant_options
-# No `--module` beside `-m`: that is the filter over the modules of the model.
+# No `--module` as a second name of `-m`: that is the filter over the modules of a model.
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as in 'python -m'.")
 @click.option("--capture-config", metavar="FILE", help=FILE_HELP)
 @capture_options()
@@ -67,7 +67,7 @@ def command(
     Fails if the script failed; and, on torchrun's last attempt, if fewer iterations than guaranteed are
     stored complete. A script that exits with 0 before any model runs (--help) is left at that.
     """
-    # Not in here: click has its own way with an interrupt.
+    # The script does not run inside the command, because click handles KeyboardInterrupt itself.
     is_given = any(one is not None for one in (quant, quant_plan, quant_attention))
     given = functools.partial(Quantization.of_options, quant, quant_plan, attention=quant_attention)
     ask = given if is_given else functools.partial(Quantization.read, os.environ)
@@ -75,10 +75,10 @@ def command(
 
 
 class _RecordCommand(RanktapeCommand):
-    """Asks for the -- before the script, as options of the script may have the names of ours."""
+    """Requires -- before the script, because its options may have the same names as those of ranktape."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; those that are not ours are torchrun's and the script's, in their order."""
+        """Parse the arguments. Unknown ones are those of torchrun and of the script, in order."""
         if "--" not in args and not any(word.startswith("--help") for word in args):
             ctx.fail("no -- before the script: ranktape record [OPTIONS] [TORCHRUN_OPTIONS] -- train.py [ARGUMENTS]")
         return super().parse_args(ctx, args)
@@ -120,7 +120,7 @@ def record_command(
     options = click.get_current_context().command.params
     before, script = split_words(words, own=[name for option in options for name in option.opts])
     is_module = script[0] == "-m"
-    # Mistakes are answered here, not by each rank.
+    # Mistakes are reported here instead of on each rank.
     Script(name=script[is_module], arguments=(), is_module=is_module).check()
     given = {**values, "capture_config": capture_config}
     if (found := resolve({**given, "capture": url})) is None:
@@ -135,15 +135,15 @@ def record_command(
     own += [] if quantization is None else quantization.options
     call = [*launcher_words(before), *own, *capture_arguments(values), *script]
     say(shlex.join(["python", *call[1:]]))
-    os.execv(call[0], call)  # noqa: S606 - the launch takes this process's place
+    os.execv(call[0], call)  # noqa: S606 - the launch replaces this process
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the launcher with these command line arguments; returns the exit code of the process.
+    """Run the launcher with command line arguments, and return the exit code.
 
-    Users' mistakes end as one line on stderr and in torchrun's summary.
+    Mistakes of the user are reported in one line on stderr and in torchrun's summary.
     """
-    # The command line says what is recorded, whatever the environment says.
+    # Only the command line decides what is recorded, not the hook of `import torch`.
     stand_aside()
     try:
         # click answers --help itself, and returns an exit code.
@@ -161,14 +161,14 @@ def _run(
     given_url: str | None, values: dict[str, Any], script: Script, *, ask: Callable[[], Quantization | None]
 ) -> int:
     script.check()
-    # Before the heavy imports, so that a folder called `zarr` in the working directory is not taken for the package.
+    # Before the imports, so that a folder called `zarr` in the working directory is not imported as the package.
     script.enter()
 
     from ranktape.capture.settings.config import resolve
     from ranktape.launch.autostart import Order, arm_launched
 
     quantization = ask()
-    # Those of the other options are empty: the command line has the first word.
+    # The variables of the other options are set to be empty: the command line has precedence.
     variables = {} if quantization is None else {**dict.fromkeys(QUANT_VARIABLES, ""), **quantization.words}
     found = resolve({"capture": given_url, **values})
     if found is None:
@@ -199,7 +199,7 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
     check_layer_types(options, known=known_layer_types())
     backend = open_place(order.url, options)
     rank, (num_restarts, _) = global_rank(), restarts()
-    # A restart by torchrun finds the run of the first start.
+    # After a restart by torchrun, the run of the first start exists.
     earlier: list[Attempt] = []
     if rank == 0 and num_restarts == 0:
         try_place(backend, options)
@@ -213,13 +213,13 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
             start.capture.close(reason=failure_reason(stop), error=stop.__cause__ or stop)
         raise
     if os.getpid() != own_pid:
-        return 0  # a process that the script has forked, which ends as the script does
+        return 0  # a forked child of the script, which exits as the script does
     verdict = None if start.capture is None else start.capture.close()
-    # The other ranks have done their part: were they to fail first, torchrun would end rank 0 before it can say why.
+    # Only rank 0 fails: if another rank failed first, torchrun would end rank 0 before it could report the reason.
     if rank != 0:
         return 0
     if verdict is None:
-        # On what ranks have stored that the script started, if they have begun a capture.
+        # The verdict on a run into which ranks that the script started have recorded, if there is one.
         judged = read_verdict(backend)
         verdict = None if judged is None or read_attempts(backend) == earlier else judged[0]
     if verdict is None:
@@ -230,7 +230,7 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
 
 
 def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunVerdict | None:
-    """The verdict on a script in which no capture began; None where it has only said something and left."""
+    """The verdict if no capture started; None if the script has exited with 0 before any model ran."""
     from ranktape.storage import RunVerdict
 
     why = f"nothing was recorded: {start.explain_nothing()}"
@@ -241,14 +241,18 @@ def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunV
 
 
 def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
-    """Say what the run holds."""
+    """Print a summary of the run or why its minimum is not stored.
+
+    Raises:
+        MinimumNotMetError: the minimum is not stored, and torchrun will not restart the training.
+    """
     from ranktape.launch.place import shown
     from ranktape.launch.run_status import holdings_line
 
     if verdict.met:
         say(holdings_line(backend, url=url))
     elif verdict.ended:
-        say(verdict.message())  # somebody asked for it: the training has not failed
+        say(verdict.message())  # the training was ended on purpose and has not failed
     elif (left := restarts()[1]) == 0:
         raise MinimumNotMetError(verdict.message())
     else:

@@ -1,8 +1,8 @@
 """Runs an unmodified script as if Python itself had started it.
 
-`runpy.run_path` takes its `__main__` module away when the script's last line has run; with
-`python train.py` it stays until the process ends, and threads that still save a checkpoint look classes
-up in it. So a module is made here, put in place of ours, and left there.
+`runpy.run_path` removes its `__main__` module after the last line of the script. With `python train.py`, the module
+stays until the process exits, and threads that are still saving a checkpoint may look up classes in it. This module
+therefore creates a `__main__` module, which replaces the current one permanently.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Script:
     """A training script: a file, or a module as in `python -m`."""
 
     name: str
-    """As on the command line: `train.py` or `package.train`."""
+    """Name on the command line, such as `train.py` or `package.train`."""
     arguments: tuple[str, ...]
-    """What follows it there, untouched."""
+    """The arguments after the name, unchanged."""
     is_module: bool
-    """Whether `name` is a module's."""
+    """Whether `name` is that of a module."""
 
     def check(self) -> None:
-        """Return if there is such a file or top-level module; nothing of it is run.
+        """Check that the file or the top-level module exists, without running it.
 
         Raises:
-            UsageError: there is none.
+            UsageError: it does not exist.
         """
         if self.is_module:
             top = self.name.partition(".")[0]
-            # Where `python -m` looks first, and a command that starts it has not looked.
+            # `python -m` searches the working directory first, but `sys.path` of this process may not contain it.
             here = [] if sys.flags.safe_path else [str(Path.cwd())]
             if not top or not (PathFinder.find_spec(top, here) or importlib.util.find_spec(top)):
                 raise UsageError(f"no module named {top!r}: give an importable module after -m, or drop -m for a file")
@@ -55,15 +55,17 @@ class Script:
     def enter(self) -> None:
         """Set `sys.argv` and `sys.path[0]` to what the script expects."""
         sys.argv[:] = [self.name, *self.arguments]
-        # Under -P and PYTHONSAFEPATH there is no such entry, and the first one is not ours to replace.
+        # With -P or PYTHONSAFEPATH, `sys.path` has no entry for the script.
         if not self.is_module and not sys.flags.safe_path:
             sys.path[0] = str(Path(self.name).resolve().parent)
 
     def run(self) -> bool:
-        """Run it as `__main__` to its end; whether that was `sys.exit(0)`.
+        """Run the script as `__main__`, which remains afterwards; returns whether it ended with `sys.exit(0)`.
 
-        The module remains `__main__` afterwards. An exception is shown as Python shows it, without our
-        frames.
+        The traceback of an exception is printed as by Python, without the frames of this module.
+
+        Raises:
+            SystemExit: the script failed.
         """
         try:
             self._execute()
@@ -92,7 +94,7 @@ class Script:
             with io.open_code(path) as file:
                 code = compile(file.read(), path, "exec", dont_inherit=True)
         main = types.ModuleType("__main__")
-        # `__spec__` tells multiprocessing how to import the script in spawned workers: None means by path.
+        # multiprocessing imports the script in spawned workers by `__spec__`, or by its path if that is None.
         vars(main).update(
             __file__=path,
             __loader__=loader,
@@ -102,16 +104,20 @@ class Script:
             __builtins__=builtins,
         )
         sys.modules["__main__"] = main
-        exec(code, vars(main))  # noqa: S102  (what we are for)
+        exec(code, vars(main))  # noqa: S102  (runs the user's script)
 
 
 def _find_module(name: str) -> ModuleSpec:
-    """The module that `python -m name` would run; imports the packages above it."""
+    """The module that `python -m name` would run. This imports its parent packages.
+
+    Raises:
+        UsageError: there is no such module.
+    """
     for candidate in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(candidate)
         except ModuleNotFoundError as error:
-            # Only the lack of the module itself, or of a package above it, is a wrong command line.
+            # The command line is only wrong if the module itself or a parent package is missing.
             if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
                 raise
             break
@@ -123,7 +129,7 @@ def _find_module(name: str) -> ModuleSpec:
 
 
 def _show(error: BaseException) -> None:
-    """Print a traceback by `sys.excepthook`, from the script's first frame on."""
+    """Print a traceback with `sys.excepthook`, from the script's first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
         trace = trace.tb_next

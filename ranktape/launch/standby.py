@@ -1,8 +1,8 @@
-"""Tells when a process begins to train.
+"""Detects when a process starts to train.
 
-That is at the first forward pass of a module that has something to learn, in training mode; where none is seen, at the
-first step of an optimizer. Until then one hook looks at every call of a module; then it takes itself off. Compiled code
-is left as it is: the hook says nothing while it is traced.
+That is the first forward pass in training mode of a module with a parameter that needs a gradient or, without one, the
+first step of an optimizer. Until then, a global hook checks all calls of modules; after that, it is removed. Compiled
+code is not affected, because the hook does nothing while code is traced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Standby:
-    """Waits for the training, and calls `begin` once when it comes."""
+    """Waits for the training, and calls `begin` once when it starts."""
 
     def __init__(self, *, begin: Callable[[], None], is_wanted_in_eval: Callable[[], bool]) -> None:
-        """Wait from now on.
+        """Start to wait.
 
         Args:
-            begin: Begins the capture; what it raises ends the training.
-            is_wanted_in_eval: Whether a pass in evaluation mode will do too; asked at most once.
+            begin: Starts the capture; an exception in it ends the training.
+            is_wanted_in_eval: Returns whether a pass in evaluation mode counts too; called at most once.
         """
         self._begin = begin
         self._is_wanted_in_eval = functools.cache(is_wanted_in_eval)
@@ -40,19 +40,19 @@ class Standby:
         """Whether the first module with parameters that ran outside of training was in evaluation mode."""
         self._frozen: Callable[[], nn.Module | None] = lambda: None
         self._below: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # torch's type says that such a hook returns nothing; what it returns replaces the arguments.
+        # torch's type hint lacks the return value of this hook, which replaces the arguments.
         on_forward = _calls.register_module_forward_pre_hook(self._on_forward)  # type: ignore[arg-type]
         self._handles = [on_forward, register_optimizer_step_pre_hook(self._on_optimizer_step)]
         self._compile = nn.Module.compile
         nn.Module.compile = self._compiling()  # type: ignore[method-assign]
-        # A compiled module warns of global hooks, which might be called twice; ours is called once.
+        # A compiled module warns about global hooks, which may be called twice; ours is called once.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A global pre-hook: perhaps the training begins with this call."""
+        """The global forward pre-hook, which starts the capture if the training starts with this call."""
         if torch.compiler.is_compiling() or self.is_over or not self._is_training(module):
             return None
-        # Hooks that are put on while a module is being called are not called for it: that is done here.
+        # torch does not call hooks that are registered during the call of a module, so they are called here.
         earlier = set(_calls._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way to call one)
         if not self.end():
             return None
@@ -64,21 +64,22 @@ class Standby:
         return given
 
     def _on_optimizer_step(self, *_: Any) -> None:
-        """Of a training without a module, or one that is compiled as a whole."""
+        """Start with an optimizer step, for a training without modules or one that is compiled as a whole."""
         if not torch.compiler.is_compiling():
             self.end()
 
     def _is_training(self, module: nn.Module) -> bool:
         if is_without_values():
             return False
-        # Transformations of data are modules in training mode, too.
+        # Not only by the mode: transforms of data are modules in training mode too.
         is_training = module.training and torch.is_grad_enabled() and self._can_learn(module)
         return is_training or self._is_eval(module)
 
     def _can_learn(self, module: nn.Module) -> bool:
-        """Whether any parameter of a module needs a gradient; of what a frozen model calls inside only some are asked.
+        """Whether any parameter of a module needs a gradient.
 
-        Each module of a deep tree is called, and each would be walked through.
+        All modules inside a frozen model are called too. They are only searched if their first parameter needs a
+        gradient, because searching each module of a deep tree is slow.
         """
         frozen = self._frozen()
         if module is not frozen and module in self._below:
@@ -105,7 +106,7 @@ class Standby:
         return self.is_over or self._is_never_in_eval
 
     def end(self) -> bool:
-        """Wait no more, and begin; False where another thread did so before."""
+        """Stop waiting and call `begin`; returns False if another thread has done so before."""
         with self._lock:
             if self.is_over:
                 return False
@@ -118,12 +119,12 @@ class Standby:
         return True
 
     def _compiling(self) -> Callable[..., None]:
-        """`nn.Module.compile`, whose modules run their hooks inside of what is compiled, where ours is silent."""
+        """An `nn.Module.compile` that checks modules before calls. Inside compiled code, our hook is inactive."""
 
         @functools.wraps(self._compile)
         def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             self._compile(module, *args, **kwargs)
-            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (what calling the module calls)
+            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (called by `nn.Module.__call__`)
 
             def call(*call_args: Any, **call_kwargs: Any) -> Any:
                 if not torch.compiler.is_compiling():
@@ -139,14 +140,14 @@ class Standby:
 
 
 def _first_parameter(module: nn.Module | None) -> nn.Parameter | None:
-    """The first parameter below a module, as a rule; quicker than `parameters`, which is a generator in each module."""
-    while module is not None and not module._parameters:  # noqa: SLF001  (torch has no public way that is as quick)
+    """The first parameter of a module or of its first submodules, or None. It is faster than `parameters`."""
+    while module is not None and not module._parameters:  # noqa: SLF001  (torch has no public way that is as fast)
         module = next(iter(module._modules.values()), None)  # noqa: SLF001  (as above)
     return None if module is None else next(iter(module._parameters.values()))  # noqa: SLF001  (as above)
 
 
 def needs_gradients(module: nn.Module) -> bool:
-    """Whether any parameter does; `parameters` takes ten times as long in a deep tree."""
+    """Whether any parameter of a module needs a gradient. `parameters` takes ten times as long in a deep tree."""
     seen = {module}
     waiting = [module]
     while waiting:
@@ -160,7 +161,7 @@ def needs_gradients(module: nn.Module) -> bool:
 
 
 def is_without_values() -> bool:
-    """Whether somebody only asks what a model would do: traces it, or asks for shapes."""
+    """Whether the model is only traced, or runs on fake tensors."""
     fake = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001  (torch has no public way)
     is_fake = torch._C._get_dispatch_mode(fake) is not None  # noqa: SLF001  (as above)
     return is_fake or torch._C._get_tracing_state() is not None  # noqa: SLF001  (as above)
