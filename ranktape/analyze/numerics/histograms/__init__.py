@@ -1,1 +1,1 @@
-"""Gives how often each value occurs in a tensor, alone and beside the largest value of its block."""
+"""Counts how often each value occurs in a tensor, and in blocks with each kind of largest value."""

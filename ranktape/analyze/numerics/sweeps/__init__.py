@@ -1,1 +1,1 @@
-"""Gives what a tensor loses at every scale that is tried."""
+"""Sweeps over the scales of a tensor and measures the errors of each."""

@@ -1,27 +1,26 @@
-"""Computes what the legacy tool computed, number by number.
+"""Reproduces the values and metrics of the legacy tool.
 
-One power-of-two scale for the tensor, with a fractional exponent, in bfloat16 arithmetic: every operation works on
-bfloat16 numbers, in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the
-format, ties away from zero, and multiplied by the scale: three results, each of them rounded. Sums over these values
-are float64 here, where the tool's were float32 and depended on its number of threads.
+The tensor has one scale, a power of two with a fractional exponent, and all arithmetic is bfloat16: every operation is
+computed in float32, and its result is rounded to bfloat16. A value x is divided by the scale, rounded to the format
+with ties away from zero, and multiplied by the scale; each of the three results is rounded. Sums over these values are
+float64, while those of the tool were float32 and depended on its number of threads.
 
-Its ways, where they differ from those of the other modes:
+It differs from the other modes as follows:
 
 * The tensor is cast to bfloat16 first.
 * The exponent of the format's largest value is taken as 2**(exponent bits - 1) - 1: 7 instead of 8 for fp8_e4m3, 3
-  instead of 4 for fp6_e3m2, 1 instead of 2 for fp6_e2m3 and fp4_e2m1. The first level is thus twice as coarse as
-  needed. The last aligns the smallest value with the smallest normal one. Where the first is below the last, the
-  two change places; 10 as the first and -10 as the last given exponent mean that none was given.
-* "Underflow" is what is nonzero and below the smallest subnormal value, "flush to zero" what is nonzero and below the
-  smallest normal value, "overflow" what is above the largest value; parts are of all elements, NaN and infinities
-  among them. What is said to be flushed is not: subnormal values are kept.
-* The logarithm that exponents are taken from is a bfloat16 number too: above 2.87e38 it rounds to 128, and the
-  result is NaN. A value just below half of the smallest subnormal one becomes that, because a half is added to it in
-  bfloat16.
-* Its squares were float32 numbers: of errors beyond 1.8e19 infinite, and below 1e-19 with few bits, or 0. What it
-  recommended for such tensors is not known; `legacy_note` says so.
-* The composite score compares raw errors, with 1e-10 added to what they are divided by: of small tensors, such as
-  gradients, it sees the cosine and PSNR alone. Where one level loses nothing, the scores are NaN.
+  instead of 4 for fp6_e3m2, 1 instead of 2 for fp6_e2m3 and fp4_e2m1. The first level is therefore twice as coarse as
+  necessary. The last level aligns the smallest value with the smallest normal one. If the first exponent is below the
+  last, the two are swapped. A given first exponent of 10 and a given last exponent of -10 count as not given.
+* "Underflow" counts nonzero elements below the smallest subnormal value, "flush to zero" nonzero elements below the
+  smallest normal value, and "overflow" elements above the largest value. Ratios are of all elements, including NaN and
+  infinities. Subnormal values are not actually flushed to zero.
+* The logarithm that gives the exponents is rounded to bfloat16: above 2.87e38 it becomes 128, and the result is NaN. A
+  value just below half of the smallest subnormal one rounds up to that, because one half is added to it in bfloat16.
+* Squares were computed in float32: they are infinite for errors beyond 1.8e19, and inaccurate or 0 for errors below
+  1e-19. The recommendation of the tool for such tensors is unknown; `legacy_note` gives a note.
+* The composite score compares absolute errors, with 1e-10 added to the divisor. For small tensors, such as gradients,
+  it depends only on cosine and PSNR. If a level has no error, the scores are NaN.
 """
 
 from __future__ import annotations
@@ -45,56 +44,56 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import dtype_row
 
 LEGACY_FORMATS = tuple(FORMATS[name] for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1"))
-"""What the tool knew."""
+"""The formats of the legacy tool."""
 
 UNSET_EXPONENTS = (10, -10)
-"""What its `--max-scale-exp` and `--min-scale-exp` were by default, and so meant."""
+"""The defaults of the tool's `--max-scale-exp` and `--min-scale-exp`, which it treats as not given."""
 
 SWAMP = 1e-10
-"""What its score adds to every difference that it divides by."""
+"""Number that the tool's score adds to each divisor."""
 
 BEYOND_EXPONENT = 128
-"""Of a power of two that float32 does not hold."""
+"""The exponent of the first power of two beyond float32."""
 
 _BFLOAT16 = dtype_row("bfloat16").numpy_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyLevel(Level):
-    """A level with the tool's own metrics beside those that all modes have."""
+    """A level with the metrics of the legacy tool in addition to those of all modes."""
 
     original_overflow_count: int
-    """Elements above the format's largest value after division by the scale, infinities included."""
+    """Number of elements above the format's largest value after division by the scale, infinities included."""
     original_overflow_ratio: float
-    """`original_overflow_count` over all elements."""
+    """`original_overflow_count` over the number of all elements."""
     original_underflow_count: int
-    """Nonzero elements below the format's smallest subnormal value."""
+    """Number of nonzero elements below the format's smallest subnormal value after division by the scale."""
     original_underflow_ratio: float
-    """`original_underflow_count` over all elements."""
+    """`original_underflow_count` over the number of all elements."""
     original_flush_count: int
-    """Nonzero elements below the format's smallest normal value; the tool says that they become zero."""
+    """Number of nonzero elements below the smallest normal value, which the tool reports as flushed to zero."""
     original_flush_ratio: float
-    """`original_flush_count` over all elements."""
+    """`original_flush_count` over the number of all elements."""
     relative_error_percent: float
     """`relative_error` in percent."""
     original_score: float
-    """The tool's composite score; NaN where it was."""
+    """Composite score of the tool, which may be NaN."""
 
 
 def to_bfloat16(values: ArrayLike) -> NDArray[np.float32]:
-    """The nearest bfloat16 numbers, ties to even, as float32; wider numbers are rounded to float32 first.
+    """Round values to bfloat16, ties to even, and return them as float32 in the same shape.
 
-    NaN stays NaN, infinities stay what they are, and what rounds to beyond the largest bfloat16 becomes infinite.
-    The shape is that of the values.
+    Wider numbers are rounded to float32 first. NaN and infinities are unchanged, and values that round to beyond the
+    largest bfloat16 number become infinite.
     """
     return _halves(values).astype(np.float32)
 
 
 def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
-    """The histogram of a tensor as the tool saw it: cast to bfloat16.
+    """The histogram of a tensor after the tool's cast to bfloat16.
 
     Raises:
-        UsageError: records do not hold such a dtype.
+        UsageError: The dtype is not one of records.
     """
     if isinstance(numbers, Histogram):
         if numbers.dtype == _BFLOAT16:
@@ -111,22 +110,21 @@ def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
 
 
 def legacy_result(values: ArrayLike, *, target: Format, exponent: float) -> NDArray[np.float64]:
-    """What the tool made of each value, cast to bfloat16, at one level.
+    """The results of the tool for values, after a cast to bfloat16, at one level, in the same shape.
 
-    NaN stays NaN, infinities stay infinite, and zeros lose their sign. What is above 2.87e38 after division becomes
-    NaN. The shape is that of the values.
+    NaN and infinities are unchanged, and zeros lose their sign. Values above 2.87e38 after the division become NaN.
     """
     return _table(to_bfloat16(values), target=target, exponent=exponent).result
 
 
 def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions) -> tuple[LegacyLevel, ...]:
-    """One level for each of the tool's exponents; none where no finite number differs from zero.
+    """The levels for the exponents of the tool; none if there is no nonzero finite number.
 
-    `histogram` is that of `legacy_histogram`. Levels at which a finite number becomes infinite or NaN have infinite
+    `histogram` is a result of `legacy_histogram`. Levels at which a finite number becomes infinite or NaN have infinite
     errors and a cosine of 0.
 
     Raises:
-        UsageError: the tool knew no such format, or no such rounding.
+        UsageError: The tool does not support the format or the rounding.
     """
     check_legacy(target, options=options)
     values, counts = histogram.pairs()
@@ -134,7 +132,7 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
     ordinary = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     if not ordinary.size:
         return ()
-    # Logarithms are exact: what the tool's were near a power of two is not known.
+    # Logarithms are exact, because the rounding of the tool's logarithms near powers of two is unknown.
     first = float(math.frexp(float(ordinary.max()))[1] - 2 ** (target.exponent_bits - 1))
     last = float(math.frexp(float(ordinary.min()))[1] - 1 - target.emin)
     unset_first, unset_last = UNSET_EXPONENTS
@@ -154,7 +152,7 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
 
 
 def legacy_note(levels: Sequence[Level], *, largest: float) -> str:
-    """That the tool may have chosen another level, where its float32 squares overflow or vanish; else nothing."""
+    """A note that the tool may have chosen another level if its float32 squares overflow or underflow; else empty."""
     limits = np.finfo(np.float32)
     smallest = float(limits.smallest_normal)
     if largest**2 <= float(limits.max) and not any(0 < level.mse < smallest for level in levels):
@@ -164,10 +162,10 @@ def legacy_note(levels: Sequence[Level], *, largest: float) -> str:
 
 
 def check_legacy(target: Format, *, options: SweepOptions) -> None:
-    """Refuse what the tool did not know.
+    """Check that the tool supports a format and a rounding.
 
     Raises:
-        UsageError: the format or the rounding is another one.
+        UsageError: The tool does not support them.
     """
     if target not in LEGACY_FORMATS:
         known = ", ".join(known.name for known in LEGACY_FORMATS)
@@ -180,16 +178,16 @@ def check_legacy(target: Format, *, options: SweepOptions) -> None:
 
 
 class _Rounded(NamedTuple):
-    """What numbers are at one level, in their order."""
+    """Values at one level, in their order."""
 
     scaled: NDArray[np.float32]
-    """After division by the scale."""
+    """The values after division by the scale."""
     result: NDArray[np.float64]
-    """After rounding and multiplication by the scale."""
+    """The values after rounding and multiplication by the scale."""
 
 
 def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _Rounded:
-    # The scale is a float64 in the tool, and a float32 where it meets a bfloat16: 0 or infinite far from 1.
+    # The tool's scale is a float64 that operations with bfloat16 convert to float32: 0 or infinite if far from 1.
     with np.errstate(all="ignore"):
         scale = np.float32(scale_of(exponent))
         scaled = to_bfloat16(values / scale)
@@ -198,10 +196,10 @@ def _table(values: NDArray[np.float32], *, target: Format, exponent: float) -> _
 
 
 def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float32]:
-    """The values of the format, each step in bfloat16."""
+    """Round values to the format, with each step in bfloat16."""
     magnitudes = np.abs(scaled)
     logarithms = to_bfloat16(np.log2(np.where(magnitudes == 0, np.float32(1), magnitudes)))
-    # 2**128 is infinite in bfloat16 as in float32.
+    # 2**128 is infinite both in bfloat16 and in float32.
     exponents = np.clip(np.floor(logarithms), target.emin, BEYOND_EXPONENT)
     powers = np.ldexp(np.float32(1), np.where(np.isnan(exponents), 0, exponents).astype(np.int32))
     units = np.float32(1 << target.mantissa_bits)
@@ -213,7 +211,7 @@ def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float
 
 
 def _halves(values: ArrayLike) -> NDArray[Any]:
-    with np.errstate(over="ignore", invalid="ignore"):  # wider numbers beyond float32; signalling NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # for numbers beyond float32 and signalling NaN
         return np.asarray(values).astype(np.float32).astype(_BFLOAT16)
 
 
@@ -257,7 +255,7 @@ def _original_scores(levels: Sequence[Level]) -> list[float]:
         return np.asarray((metrics - metrics.min()) / (metrics.max() - metrics.min() + SWAMP))
 
     cosines = np.array([level.cosine for level in levels])
-    with np.errstate(invalid="ignore"):  # an infinite PSNR less another one
+    with np.errstate(invalid="ignore"):  # for infinity - infinity in PSNR
         found = (
             0.3 * (1 - placed("mse"))
             + 0.3 * cosines

@@ -1,9 +1,9 @@
-"""Finds the scale of one tensor that loses least in a format.
+"""Finds the scale of a tensor that causes the smallest errors in a format.
 
-A value x becomes s * round(x / s) with a scale s. In `tensor` mode one scale serves the whole tensor: a power of two
-with a fractional exponent, spread evenly from the alignment of the largest value, where nothing overflows, to that
-of the smallest, where nothing is subnormal. In `mx` mode each block has a scale of its own, as hardware has it, and
-the levels are whole offsets to the exponents of all of them.
+A value x becomes s * round(x / s) with a scale s. In `tensor` mode, the tensor has one scale, a power of two with a
+fractional exponent. Exponents are evenly spaced from the one that aligns the largest value, with which nothing
+overflows, to the one that aligns the smallest, with which nothing is subnormal. In `mx` mode, each block has its own
+scale, as in hardware, and the levels are integers that are added to the exponents of all scales.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import HALF_NBYTES
 
 MAX_CELLS = 1 << 19
-"""Counts of blocks that are kept in memory; where there are more, the values themselves are gone through instead."""
+"""Maximum number of cells of a block histogram in memory. If there are more, the values are read for each sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSweep(Population):
-    """What one tensor loses at each scale, and which scale loses least.
+    """The errors of a tensor at each scale, and the scale with the smallest errors.
 
-    A tensor without a finite number other than zero has no levels and no best one: `note` says why.
+    A tensor without nonzero values in metrics has no levels and no best one; `note` gives the reason.
     """
 
     scheme: Scheme
-    """The elements that values are rounded to, and which of them share a scale."""
+    """The format of the elements, and the elements that share a scale."""
     mode: SweepMode
-    """What the levels are."""
+    """Kind of the levels."""
     options: SweepOptions
-    """What was asked for."""
+    """Options of the sweep."""
     levels: tuple[Level, ...]
-    """One for each exponent or offset, from the first to the last."""
+    """The level for each exponent or offset, from the first to the last."""
     legacy_note: str = ""
-    """In legacy mode, whether the older tool may have chosen another level."""
+    """In legacy mode, a note if the legacy tool may have chosen another level; otherwise empty."""
 
     @property
     def note(self) -> str:
-        """What is unusual; empty for an ordinary tensor."""
+        """A description of unusual values, and `legacy_note`; empty if there are none."""
         return "; ".join(filter(None, (super(ScaleSweep, self).note, self.legacy_note)))
 
     @property
@@ -72,26 +72,26 @@ class ScaleSweep(Population):
 
     @property
     def rounding(self) -> Rounding:
-        """How values were rounded."""
+        """The rounding of values."""
         return self.options.rounding or self.target.rounding
 
     def best(self, metric: Callable[[Level], float]) -> Level | None:
-        """The level with the largest metric, the first of them on a tie (`metrics.TIE`); None without levels."""
+        """The first level whose metric is the largest up to `metrics.TIE`; None if there are no levels."""
         return best_level(self.levels, metric)
 
     @property
     def recommended(self) -> Level | None:
-        """The level with the best composite score, or one that is as good (`metrics.settled`); None without levels."""
+        """The level with the best score, or one as good by `metrics.settled`; None if there are no levels."""
         found = self.best(lambda level: level.score)
         return None if found is None else self.settled(found)
 
     @property
     def has_offsets(self) -> bool:
-        """Whether levels are offsets to scales that follow from a rule, of which 0 is the rule itself."""
+        """Whether levels are offsets to the exponents of a rule, which offset 0 leaves unchanged."""
         return self.mode.has_offsets
 
     def settled(self, level: Level) -> Level:
-        """The level to name in the place of one of `levels`: see `metrics.settled`."""
+        """The level to recommend instead of one of `levels` (see `metrics.settled`)."""
         return settled(self.levels, level, has_offsets=self.has_offsets)
 
 
@@ -102,16 +102,16 @@ def sweep_array(
     options: SweepOptions | None = None,
     threads: int | None = None,
 ) -> ScaleSweep:
-    """Round an array to a format at many scales, each exactly, and judge what is lost.
+    """Round an array to a format at many scales and measure the errors exactly.
 
-    NaN and infinities are counted and left out of the metrics; of blocks that hold one, all elements. Empty arrays,
-    and arrays of nothing but zeros, NaN and infinities, have no levels. Complex elements are judged part by part.
-    An array of numpy, a tensor of torch or nested lists, of any shape and layout. The metrics do not depend on
-    `threads`.
+    `array` is a NumPy array, a PyTorch tensor or nested lists, of any shape and layout. NaN and infinities are counted
+    and are in no metric, nor are the other elements of blocks with NaN or infinities. Arrays without nonzero values in
+    metrics, such as empty ones, have no levels. The parts of complex elements are separate values. The metrics do not
+    depend on `threads`.
 
     Raises:
-        UsageError: records do not hold such a dtype, or it is one of integers or bool; the format is not known or has
-            no room for a scale; the options do not go with it, or it has no use for one.
+        UsageError: The dtype is not one of records, or is an integer or Boolean one. The format is unknown or does not
+            need a scale. The options do not apply to the format.
     """
     return sweep_formats(array, formats=[format], options=options, threads=threads)[0]
 
@@ -123,12 +123,12 @@ def sweep_formats(
     options: SweepOptions | None = None,
     threads: int | None = None,
 ) -> tuple[ScaleSweep, ...]:
-    """What `sweep_array` finds for each of several formats, from as little reading of the tensor as they need.
+    """`sweep_array` for several formats, which share reading and counting the tensor.
 
-    `numbers` is what `sweep_array` takes, or what was counted of one: a `Histogram` or a `BlockHistogram`.
+    `numbers` is an array as for `sweep_array`, or the `Histogram` or `BlockHistogram` of an array.
 
     Raises:
-        UsageError: as `sweep_array`; or the counts do not answer the question.
+        UsageError: As for `sweep_array`, or the histogram is not sufficient for a format.
     """
     chosen = options or SweepOptions()
     return sweep_schemes(numbers, resolve_all(formats, options=chosen), options=chosen, threads=threads)
@@ -141,17 +141,17 @@ def sweep_schemes(
     options: SweepOptions,
     threads: int | None = None,
 ) -> tuple[ScaleSweep, ...]:
-    """What `sweep_formats` finds, for what `resolve` says of names; not all options need be of use to these.
+    """`sweep_formats` for the schemes and modes that `resolve` returns; options that none of them uses are allowed.
 
     Raises:
-        UsageError: as `sweep_formats`.
+        UsageError: As for `sweep_formats`.
     """
     source = _Source(numbers, options=options, threads=threads)
     return tuple(source.sweep(scheme, mode) for scheme, mode in wanted)
 
 
 class _Source:
-    """What is swept, and what has been counted of it, for one format after the other."""
+    """The values of a sweep, and the counts of them that sweeps of several formats share."""
 
     def __init__(
         self, numbers: NDArray[Any] | Histogram | BlockHistogram, *, options: SweepOptions, threads: int | None
@@ -166,11 +166,11 @@ class _Source:
             raise UsageError(f"{array.dtype} values are no floating-point numbers, and no scale is sought for them")
         self._shape = array.shape
         whole = array.reshape(1) if array.ndim == 0 else array
-        # Both parts of a complex number are values, in a dimension before all others.
+        # The two parts of a complex number are separate values, along a new first dimension.
         self._array = _parts(whole) if array.dtype.kind == "c" else whole
 
     def sweep(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
-        """What is lost in one format."""
+        """The sweep of one format."""
         if isinstance(self._counted, BlockHistogram):
             return self._of_kept_blocks(self._counted, scheme, mode)
         if mode is SweepMode.LEGACY:
@@ -303,7 +303,7 @@ class _Source:
 
 
 def _with_ends(found: Population, ends: Population | None) -> Population:
-    """With the signs that counts of magnitudes do not know, where they are known."""
+    """The population with `minimum` and `maximum` of `ends`, which counts of magnitudes lack; unchanged if None."""
     return found if ends is None else dataclasses.replace(found, minimum=ends.minimum, maximum=ends.maximum)
 
 
