@@ -90,7 +90,7 @@ class Rendezvous:
             place: The place of this rank.
             seconds: Longest wait. If it is exceeded, no rank starts this capture, so that none records in vain.
             on_wait: Called with a message for the user on the first rank that waits for long. If None, the other ranks
-                can start without this one, and they are not told if it was too late.
+                need not take part in this meeting, and are not told if it fails.
 
         Raises:
             CaptureError: there are other ranks, and no store to meet them in.

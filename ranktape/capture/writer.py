@@ -92,7 +92,7 @@ class Trainer:
         return self._descriptor is not None and bool(select.select([self._descriptor], [], [], 0)[0])
 
     def ending(self) -> str | None:
-        """How the process ended, such as `killed by SIGKILL`; None for exit code 0. The system may not know it."""
+        """How the process ended, such as `killed by SIGKILL`, or that it is not known; None for exit code 0."""
         if self._descriptor is not None:
             # Its children get another parent some time before its last thread exits.
             self._thread.join(_END_SECONDS)

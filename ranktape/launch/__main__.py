@@ -1,4 +1,4 @@
-"""Starts `torchrun -m ranktape.launch`."""
+"""The entry point of `torchrun -m ranktape.launch`."""
 
 from __future__ import annotations
 

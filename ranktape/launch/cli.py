@@ -55,7 +55,7 @@ SECTIONS = {
         "doctor": "Check this machine for what ranktape needs.",
     },
 }
-"""The commands in the order of the help page."""
+"""The sections of the help page, with their commands and summaries."""
 
 EXAMPLES = {
     "record": (

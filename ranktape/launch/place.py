@@ -98,7 +98,7 @@ def command_of(
     each: Callable[[Any], str] | None = None,
     has_json: bool = True,
 ) -> Callable[[Callable[..., CommandAnswer]], click.Command]:
-    """A decorator that makes the command of a function. It decorates a function from the result to the output.
+    """A decorator that makes the command of a function. The decorated function converts the result into the output.
 
     The options of the command come from the function's signature and docstring. Its `on_progress` shows a bar.
 

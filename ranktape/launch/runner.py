@@ -241,7 +241,7 @@ def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunV
 
 
 def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
-    """Print a summary of the run or why its minimum is not stored.
+    """Print a summary of the run, or why its minimum is not stored.
 
     Raises:
         MinimumNotMetError: the minimum is not stored, and torchrun will not restart the training.

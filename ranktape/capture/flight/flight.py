@@ -162,7 +162,7 @@ class Flight:
         Args:
             reason: Why the capture is over.
             death: How the training process died; None if it ended the capture itself.
-            untold: The headers of triggers that did not pass the ring.
+            untold: Headers of triggers that could not pass through the ring.
         """
         self._wait_for_judged()
         for header in untold:

@@ -112,7 +112,7 @@ _RETRY_SECONDS = 30.0
 
 
 class Room:
-    """Whether the ring had room for the last iterations; if the store does not answer, it has none."""
+    """Tracks whether the ring had room for the last iterations; it has none if the store does not answer for long."""
 
     def __init__(self) -> None:
         self.owed: dict[str, Any] | None = None

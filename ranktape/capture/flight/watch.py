@@ -46,7 +46,7 @@ class TriggerWatch:
     def __init__(
         self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None], is_successor: bool = False
     ) -> None:
-        """Start the thread. The successor of a killed writer also reads the triggers that that one has written."""
+        """Start the thread. The successor of a killed writer also reads the triggers of its predecessor."""
         self._backend = backend
         self._attempt = attempt
         self._rank = rank

@@ -146,7 +146,7 @@ class ScheduleOfRecorder(Schedule):
     """The schedule of a flight recorder, which holds every iteration of the cadence."""
 
     def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
-        """Take the cadence; no iteration is planned."""
+        """Take the cadence; no iterations are planned."""
         super().__init__({**words, "iterations": [], "is_done": False})
         self._cadence = cadence
 

@@ -332,7 +332,7 @@ class CaptureOptions:
         """The modes of the passes that are recorded. A rule without one means `train`, or both if `layers` is given.
 
         Raises:
-            UsageError: a rule fits no mode.
+            UsageError: a rule matches no mode.
         """
         modes = tuple(map(str, Mode))
         usual = modes if self.wants_layers else (Mode.TRAIN.value,)

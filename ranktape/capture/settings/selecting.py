@@ -110,7 +110,7 @@ def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any
 
 
 MAX_ANSWERS = 1 << 17
-"""Largest number of cached decisions, so that ever new shapes and calls do not fill the memory."""
+"""Largest number of cached decisions, which limits the memory if there are always new shapes and calls."""
 
 _ALWAYS_KNOWN = frozenset({*OF_SITES, "rank"})
 """The fields that are known before a module is called."""
@@ -177,7 +177,7 @@ class Selecting:
     def may_take(self, source: Source, role: TensorRole, call: Call | None = None) -> bool:
         """Whether a tensor of that source, role and call can be captured.
 
-        This is called before the tensor exists: its unknown fields may have any value.
+        This is called before the tensor is available, so that its unknown fields may have any value.
         """
         if self.of_all is not None:
             return True

@@ -35,7 +35,7 @@ POOL_NBYTES = 256 << 20
 """Size of the pinned pool, in bytes, if the ring itself cannot be registered; never more than the ring."""
 
 _NUM_TRIES = 3
-"""Number of consecutive waits that have to raise until a device counts as failed."""
+"""Number of consecutive waits that raise after which a device counts as failed."""
 
 
 class Driver:

@@ -196,7 +196,7 @@ class WriterProcess:
         """Start the process again if it was killed; it continues with the slots in the ring.
 
         If two writers in a row are killed without a commit, the next one gives up the iteration that they were working
-        on, as it may have killed them. If a third one is, the last one only reports that in the run.
+        on, as it may have killed them. If a third one is killed, a last one is started, which only reports that.
 
         Raises:
             CaptureError: the process ended by itself, or nothing more is recorded.

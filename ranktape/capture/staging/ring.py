@@ -144,7 +144,7 @@ class RingProducer(RingFile):
             try:
                 ctypes.memmove(slot.address, payload, nbytes)
             except BaseException:
-                # A signal that came during the copy raises after it: slots after this one would never be published.
+                # A signal handler may raise after the copy. Without this, later slots would never be published.
                 self.cancel(slot)
                 raise
             self.publish(slot)

@@ -1,8 +1,9 @@
 """Makes sure that enough iterations are complete on all ranks, and answers requests for further ones.
 
-It runs in the writer process of rank 0, so that it outlives the trainers. It only reads the store. When all ranks have
-committed an iteration, it writes the iteration commit. If too few of the planned iterations become complete, it plans
-further ones. At the end, it writes the verdict. It uses no collectives, and no rank waits for it.
+It runs in the writer process of rank 0, so that it outlives the trainers. It learns the state of all ranks only from
+the store. When all ranks have committed an iteration, it writes the iteration commit. If too few of the planned
+iterations become complete, it plans further ones. At the end, it writes the verdict. It uses no collectives, and no
+rank waits for it.
 
 Each request changes the plan, from an iteration on that no rank has reached. Its answer names the iterations. The plan
 contains the request of each iteration, so that the successor of a killed coordinator gives the same answers.

@@ -133,7 +133,7 @@ class Storer:
         staged.futures.append(self._pool.submit(self.store, slot, staged))
 
     def note(self, slot: Slot, staged: Staged) -> None:
-        """Take a note on an iteration. A lost tensor counts, because the trainer has counted it."""
+        """Take a slot of `NOTES` for an iteration. A lost tensor counts, because the trainer has counted it."""
         staged.num_tensors += slot.kind is SlotKind.LOST
         staged.notes.append(slot)
 
