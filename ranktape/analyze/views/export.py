@@ -1,8 +1,8 @@
-"""Exports a selection to the programs that people look at all day: TensorBoard, and those that read Parquet.
+"""Exports a selection to TensorBoard, and to programs that read Parquet.
 
-The same records give the same bytes, and a file has one name: beside a training's own events it is one more file, and
-an export that is repeated adds nothing. For TensorBoard all records of a place in one iteration are taken as one
-tensor, as `trend` takes them.
+The same records give the same bytes under a fixed file name. The file can be next to the event files of a training, and
+repeating an export adds nothing. For TensorBoard, all records of a place in one iteration count as one tensor, as in
+`trend`.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 NO_PICTURES = "none"
-"""What `--kind` says for no picture at all."""
+"""The value of `--kind` for no pictures."""
 
 EVENTS = "events.out.tfevents.ranktape"
-"""The file for TensorBoard, which reads every file with `tfevents` in its name."""
+"""The name of the TensorBoard file. TensorBoard reads every file with `tfevents` in its name."""
 
 PARQUET = "records.parquet"
-"""The file with one row for each record."""
+"""The name of the Parquet file, which has one row for each record."""
 
 _NEEDS = {
     "tensorboard": ("TensorBoard", "tensorboard.summary.writer.record_writer"),
     "parquet": ("pyarrow", "pyarrow.parquet"),
 }
-"""For each destination the package that it needs, and a module of it."""
+"""For each destination, the package that it needs, and a module of that package."""
 
 OWNERS = {
     "metric": ("tensorboard", "parquet"),
@@ -65,11 +65,15 @@ OWNERS = {
     "form": ("pt",),
     "per_sample": ("pt",),
 }
-"""The destinations that each option is for."""
+"""The destinations that accept each option."""
 
 
 def refuse_strangers(to: str, **given: object) -> None:
-    """Refuse options that were given and are for another destination."""
+    """Check that the given options are for this destination.
+
+    Raises:
+        UsageError: an option is for another destination.
+    """
     for name, value in given.items():
         if value not in (None, (), False) and to not in OWNERS[name]:
             allowed = " or ".join(f"--to {one}" for one in OWNERS[name])
@@ -78,19 +82,19 @@ def refuse_strangers(to: str, **given: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export gave to another program."""
+    """The result of an export."""
 
     place: str
-    """The file."""
+    """Path of the file."""
     what: str
-    """How much of what was exported, in words."""
+    """Text with the number of exported items."""
     is_kept: bool
-    """Whether the file was there already and holds the same."""
+    """Whether the file already existed with the same content."""
     next_step: str
-    """The command that looks at it."""
+    """The command that opens the file."""
 
     def message(self) -> str:
-        """What was done, and what to do next."""
+        """The message for the user: the result and the next step."""
         kept = "; it was there already" if self.is_kept else ""
         return f"{self.place}: {self.what}{kept}\n{self.next_step}"
 
@@ -108,18 +112,18 @@ def export_view(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Exported:
-    """Write a selection for TensorBoard, or as Parquet; `target` is the folder.
+    """Write a selection for TensorBoard or as Parquet into the folder `target`.
 
-    A library or a name that is missing is said before anything is read. For TensorBoard, pictures belong to the last
-    iteration. Parquet has the catalogue with a column for each metric that the catalogue lacks: without metrics no
-    value is read, and a metric that is not there is null.
+    Missing libraries and unknown names raise an error before any record is read. For TensorBoard, pictures have the
+    step of the last iteration. The Parquet file contains the catalogue, with another column for each metric that is
+    not in it, which is null for records without that metric. Without metrics, no values are read.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
-        StorageError: the store cannot be read, or what is exported cannot be written.
-        UnknownFieldError: `by` names no field of a record.
-        UsageError: a library is not installed; a metric, a plot or the target is not known; or the file is there and
-            holds something else, and `overwrite` was not given.
+        StorageError: the store cannot be read, or the file cannot be written.
+        UnknownFieldError: `by` has a name that is not a field of records.
+        UsageError: a library is not installed; a metric or plot is unknown; the target is not a local folder; or the
+            file exists with other content, and `overwrite` is false.
     """
     from ranktape.analyze.commands import parse_kinds
 
@@ -153,7 +157,11 @@ def export_view(
 
 
 def _folder(target: str) -> Path:
-    """The folder that files go to, which need not be there."""
+    """The folder for the files, which does not have to exist.
+
+    Raises:
+        UsageError: the target is a URL, an invalid path, or a file.
+    """
     if "://" in target:
         raise UsageError(f"{target} is a URL, and files are written to a folder of this machine: name one")
     path = Path(target)
@@ -167,14 +175,14 @@ def _folder(target: str) -> Path:
 
 
 def _counted(**numbers: int) -> str:
-    """Numbers of things in words, without those of which there are none: `3 scalars, 1 picture`."""
+    """Numbers of items as text, such as `3 scalars, 1 picture`, without zeros."""
     return ", ".join(f"{number:,} {what}{'' if number == 1 else 's'}" for what, number in numbers.items() if number)
 
 
 def _parquet(
     records: Records, metrics: Sequence[str], *, view: View | None, engine: Engine | None
 ) -> tuple[bytes, str]:
-    """The catalogue with metrics as a Parquet file, and how much is in it."""
+    """The catalogue with metrics as a Parquet file, and a text with its numbers of records and columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -191,7 +199,7 @@ def _parquet(
 
 
 def _event_file(points: Sequence[Point], pictures: Mapping[str, bytes]) -> tuple[bytes, str]:
-    """The scalars, histograms and pictures as a file of TensorBoard, and how much is in it."""
+    """The scalars, histograms and pictures as a TensorBoard file, and a text with their numbers."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     stream = io.BytesIO()
@@ -230,7 +238,7 @@ def _events(points: Sequence[Point], pictures: Mapping[str, bytes]) -> Iterator[
                 values.append(Summary.Value(tag=f"{kind}/{point.place}", histo=histogram))
         yield Event(wall_time=point.timestamp, step=point.iteration, summary=Summary(value=values))
     for name, png in pictures.items():
-        # The header of a PNG: the size stands after its signature and the name of its first chunk.
+        # In a PNG, the size follows the signature and the header of the first chunk.
         width, height = struct.unpack(">II", png[16:24])
         image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
         value = Summary.Value(tag=f"plots/{name}", image=image)
@@ -241,48 +249,48 @@ METRICS = (
     *("absmax", "rms", "std"),
     *(f"overflow.{kind}" for kind in ("ratio", "underflow.ratio", "zero.ratio", "nan.ratio")),
 )
-"""The metrics that are exported where none is named."""
+"""The metrics that are exported by default."""
 
 PICTURES = ("overflow", "layer_binades")
-"""The plots that go along where none is named, if the selection has something for them."""
+"""The plots that are exported by default, if they can be drawn for the selection."""
 
 NUM_BINS = 64
-"""Bins of equal width."""
+"""The number of bins of equal width."""
 
 MAX_BINS = 512
-"""Bins at most: W&B refuses more. Only float64 has so many binades; they are then counted together."""
+"""The largest number of bins that W&B accepts. Only float64 has more binades; adjacent ones are merged then."""
 
 
 class BinnedValues(NamedTuple):
-    """Finite values in bins: each is counted where it lies, and none is drawn from another histogram."""
+    """A histogram of finite values, counted directly and not resampled from another histogram."""
 
     edges: NDArray[np.float64]
-    """One more than there are bins, ascending."""
+    """Edges of the bins in ascending order, one more than there are bins."""
     counts: NDArray[np.int64]
     sum: float
-    """Of the values that are counted, on the axis of the bins."""
+    """Sum of the counted values, in the unit of the edges."""
     sum_squares: float
 
     @property
     def num_values(self) -> int:
-        """Values in all bins."""
+        """Number of values in all bins."""
         return int(self.counts.sum())
 
 
 class Point(NamedTuple):
-    """One place of the model, or one group, in one iteration."""
+    """The data of a place in the model, or of a group, in one iteration."""
 
     place: str
-    """What it is called: the same in every iteration, and unlike all others."""
+    """Unique name of the place, the same in every iteration."""
     iteration: int
     timestamp: float
-    """When the last of its records was captured, in seconds since the epoch."""
+    """Time of capture of its last record, in seconds since the epoch."""
     metrics: Mapping[str, float]
-    """Each metric that there is."""
+    """The available metrics by name."""
     values: BinnedValues | None
-    """Finite values in bins of equal width; None where none was kept, or no histogram was asked for."""
+    """Histogram of the finite values, with bins of equal width; None without values, or if histograms are disabled."""
     binades: BinnedValues | None
-    """Their magnitudes in binades: edges are powers of two, as exponents. Zeros are in none."""
+    """Histogram of the nonzero magnitudes by binade, with base-2 exponents as edges; None as for `values`."""
 
 
 def points(
@@ -294,9 +302,12 @@ def points(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> list[Point]:
-    """What is known of each place, or of each group of `by`, in each iteration: by iteration, then by place.
+    """The data of each place, or of each group of `by`, in each iteration, ordered by iteration, then by place.
 
-    A metric that is not there (of nothing finite, of statistics that were kept) is missing.
+    Metrics that are not available are left out: those of no finite values, or those that stored statistics lack.
+
+    Raises:
+        UsageError: `by` contains the iteration, or a metric is unknown.
     """
     if "iteration" in by:
         raise UsageError("by 'iteration' is not allowed: what is exported goes along it; leave it out")
@@ -317,9 +328,9 @@ def points(
 
 
 def place_names(keys: Sequence[Mapping[str, Any]], *, is_whole: bool) -> list[str]:
-    """What groups are called that are not equal in some field; with `is_whole` by all fields, else by as few as tell.
+    """Unique names for groups with distinct keys: from all fields if `is_whole`, otherwise from as few as needed.
 
-    The module and the tensor come first.
+    Unless `is_whole`, the module and the tensor come first.
     """
     fields = list(keys[0]) if keys else []
     chosen = fields if is_whole else [field for field in ("module", "tensor_name") if field in fields]
@@ -328,7 +339,7 @@ def place_names(keys: Sequence[Mapping[str, Any]], *, is_whole: bool) -> list[st
         return len({tuple(key[field] for field in named) for key in keys})
 
     while num_told(chosen) < num_told(fields):
-        # The field that tells most of them apart; of equals the first.
+        # Adds the field that distinguishes the most groups; among equal fields, the first.
         rest = [field for field in fields if field not in chosen]
         chosen = [*chosen, max(rest, key=lambda field: num_told([*chosen, field]))]
     return ["/".join(_word(field, key[field]) for field in chosen) or "all" for key in keys]
@@ -342,13 +353,13 @@ def _word(field: str, value: Any) -> str:
 
 
 def _histograms(digest: Digest) -> tuple[BinnedValues | None, BinnedValues | None]:
-    """The finite values of a digest in bins of equal width, and their magnitudes by binade; None where there are none.
+    """The histograms of a digest's finite values by bins of equal width, and of their magnitudes by binade, or None.
 
-    Their sums are infinite where float64 has no number for them, as in what reads them.
+    Sums that exceed float64 are infinite.
     """
     values, binades, numbers = linear_bins(digest, NUM_BINS), log2_bins(digest), finite(digest)
     is_nonzero = numbers.values != 0
-    # The upper end of the last binade may be beyond all numbers; its exponent is not.
+    # The upper edge of the last binade can exceed float64, so the edges are exponents.
     step = -(-binades.counts.size // MAX_BINS) or 1
     counts = np.add.reduceat(binades.counts, np.arange(0, binades.counts.size, step)) if binades.counts.size else None
     found: list[BinnedValues | None] = [None, None]
@@ -370,7 +381,14 @@ def _sums(values: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float
 def _pictures(
     records: Records, kinds: Sequence[Plot], *, must_be_there: bool, view: View | None, engine: Engine | None
 ) -> dict[str, bytes]:
-    """For each plot a picture of the whole selection, as the bytes of a PNG."""
+    """A picture of the whole selection for each plot, as the bytes of a PNG.
+
+    A plot that cannot be drawn is left out, unless `must_be_there`.
+
+    Raises:
+        NoRecordsError: no record has floating-point or complex numbers, and `must_be_there` is true.
+        UsageError: a plot cannot be drawn, and `must_be_there` is true.
+    """
     from ranktape.analyze.views.plots.data import PlotData, default_target
     from ranktape.analyze.views.plots.style import plot_bytes
 

@@ -1,1 +1,1 @@
-"""Draws the plots of a run: a table of what there is, functions that draw, and what writes the files."""
+"""Draws the plots of a run: a table of plots, functions that draw them, and functions that write the files."""

@@ -1,4 +1,4 @@
-"""Divides the axes of plots: into powers of two, shares of a whole, layers, and names; marks what formats reach."""
+"""Scales the axes of plots for powers of two, shares, layers and names, and marks the limits of formats."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from ranktape.analyze.identity import LayerPlace
 
 MAX_TICKS, MAX_SHARE_TICKS = 8, 6
-"""Numbers beside an axis, and powers of ten beside one of shares."""
+"""The largest number of ticks of an axis, and of powers of ten on an axis of shares."""
 
 LIMITS = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "bf16")
-"""Formats whose largest values axes name, the most wanted first: of two that lie too close the later one is not."""
+"""The formats whose largest values are marked, in order of priority: if two are too close, only the first is marked."""
 
 BANDS = tuple(one for one in NARROW_FORMATS if one != "int8")
-"""Formats whose ranges are drawn as bands; those of integers depend on their scale alone."""
+"""The formats whose ranges are drawn as bands. Ranges of integer formats depend only on their scale."""
 
 _NICE_STEPS = [factor * 10**power for power in range(19) for factor in (1, 2, 5)]
 
@@ -42,16 +42,16 @@ def _axis(axes: Axes | SecondaryAxis, which: str) -> Axis:
 
 
 def set_ticks(axis: Axis, places: Sequence[float], names: Sequence[str]) -> None:
-    """What stands where beside an axis, and nothing else."""
+    """Set the major ticks of an axis and their labels, without minor ticks."""
     axis.set_major_locator(FixedLocator(places))
     axis.set_major_formatter(FixedFormatter(names))
     axis.set_minor_locator(NullLocator())
 
 
 def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pad: float = 0.5) -> None:
-    """An axis of log2: what is drawn are exponents, what stands beside it are powers of two.
+    """An axis of base-2 exponents, labelled with powers of two.
 
-    It reaches from the smallest to the largest finite exponent, and over 4 binades at least.
+    It extends from the smallest to the largest finite exponent, and over at least 4 binades.
     """
     finite = np.asarray(exponents, dtype=float)
     finite = finite[np.isfinite(finite)]
@@ -66,14 +66,14 @@ def scale_powers(axes: Axes, which: str, exponents: Sequence[float] | Any, *, pa
 
 
 def powers_between(low: float, high: float, *, max_ticks: int = MAX_TICKS) -> list[int]:
-    """Whole exponents between two, evenly spaced, with a round step."""
+    """Integer exponents between two limits, evenly spaced; the step is a power of two."""
     steps = (2**power for power in range(10))
     step = next(step for step in steps if math.floor(high / step) - math.ceil(low / step) < max_ticks)
     return [step * index for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
-    """A logarithmic axis up to 100 % that has a true zero at its foot."""
+    """A logarithmic axis up to 100 % that starts at zero."""
     lowest = lowest_decade(np.asarray(shares, dtype=float))
     step = max(1, math.ceil(-lowest / MAX_SHARE_TICKS))
     ticks = [0.0, *(10.0**power for power in range(-(-lowest // step * step), 1, step))]
@@ -85,13 +85,13 @@ def scale_shares(axes: Axes, which: str, shares: Sequence[float] | Any) -> None:
 
 
 def lowest_decade(shares: NDArray[np.float64]) -> int:
-    """The power of ten below which an axis of shares is linear: at or below the smallest of them."""
+    """The exponent of the power of ten below which an axis of shares is linear: at or below the smallest share."""
     positive = shares[shares > 0]
     return min(-2, math.floor(math.log10(max(1e-12, float(positive.min()))))) if positive.size else -2
 
 
 def scale_factors(axes: Axes, logs: NDArray[np.float64]) -> None:
-    """A vertical axis of log2 of factors, with the same room above and below a line at no difference."""
+    """A vertical axis of the base-2 logarithms of factors, symmetric about a line at no difference."""
     known = logs[np.isfinite(logs)]
     reach = max(1.0, float(np.abs(known).max(initial=0.0))) * 1.08
     axes.set_ylim(-reach, reach)
@@ -106,38 +106,38 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u20
 
 
 def power_text(power: int, *, base: int = 2) -> str:
-    """A power in letters of the font: a formula of matplotlib's takes several times as long to be drawn."""
+    """A power as text with superscripts, which is drawn several times faster than a formula of matplotlib."""
     return f"{base}{str(power).translate(_SUPERSCRIPTS)}"
 
 
 def scale_decades(axes: Axes) -> None:
-    """A vertical logarithmic axis with powers of ten beside it."""
+    """A vertical logarithmic axis, labelled with powers of ten."""
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_text(round(math.log10(value)), base=10)))
 
 
 def factor_text(power: int) -> str:
-    """A power of two as a factor."""
+    """A power of two as a factor, such as `4 x` or `1/4 x`."""
     if abs(power) > 6:  # noqa: PLR2004 - short enough to be read at once
         return f"{power_text(power)} x"
     return f"{2**power} x" if power >= 0 else f"1/{2**-power} x"
 
 
 def share_text(share: float) -> str:
-    """A part of a whole in percent."""
+    """A ratio in percent."""
     return f"{100 * share:.3g} %"
 
 
 def scale_numbers(axes: Axes, which: str, *, max_ticks: int = 6) -> None:
-    """A linear axis of numbers of any size, with few ticks and digits enough to tell them apart."""
+    """A linear axis of numbers of any size, with few ticks and enough digits to distinguish them."""
     axis = _axis(axes, which)
     axis.set_major_locator(MaxNLocator(max_ticks, min_n_ticks=2))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.5g}"))
 
 
 def scale_whole(axes: Axes, values: Sequence[int], *, max_ticks: int) -> None:
-    """A horizontal axis of whole numbers that are their own names: ranks, iterations; some of them are named."""
+    """A horizontal axis of integers such as ranks or iterations, some of which are labelled."""
     low, high = min(values), max(values)
     margin = max(0.5, 0.01 * (high - low))
     axes.set_xlim(low - margin, high + margin)
@@ -152,19 +152,19 @@ def scale_whole(axes: Axes, values: Sequence[int], *, max_ticks: int) -> None:
 
 
 def place_of_layer(layer: int, layers: Sequence[int]) -> float:
-    """Where a layer is drawn: what is outside of the stack apart from the first, however many there are."""
+    """The position of a layer; tensors outside of the stack are at a distance before the first layer."""
     if layer >= 0 or max(layers) < 0:
         return float(layer)
     return min(one for one in layers if one >= 0) - max(1.0, 0.05 * len(layers))
 
 
 def scale_layers(axes: Axes, layers: Sequence[LayerPlace], *, is_labelled: bool = True) -> None:
-    """Layers from left to right, and "outside" for what is outside of the stack; several stacks side by side."""
+    """A horizontal axis of layers, with "outside" for tensors outside of the stack; several stacks are side by side."""
     inside = [layer for layer in layers if layer >= 0]
     step = next(step for step in _NICE_STEPS if len(inside) <= step * 12)
     named = [layer for layer in inside if layer.number % step == 0] or inside[:1]
     outside = [place_of_layer(-1, layers)] if -1 in layers else []
-    # So that the word has room, the first layers go without a number.
+    # The first layers have no numbers, to make room for "outside".
     room = 0.09 * (max(inside) - outside[0]) if outside and inside else 0.0
     ticks = [layer for layer in named if not outside or layer - outside[0] >= room]
     margin = max(0.5, 0.01 * len(layers))
@@ -184,7 +184,7 @@ def scale_layers(axes: Axes, layers: Sequence[LayerPlace], *, is_labelled: bool 
 def with_gap(
     layers: Sequence[LayerPlace], values: Sequence[float], *, all_layers: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """Places and values of layers, ascending: no line joins a stack with another one, or with what is outside of it."""
+    """Positions and values of layers in ascending order, with NaN where a line would join different stacks."""
     found: list[tuple[float, float]] = []
     for before, layer, value in zip([None, *layers], layers, values, strict=False):
         if before is not None and (before < 0 or before.stack != layer.stack):
@@ -194,7 +194,7 @@ def with_gap(
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names of what is drawn from top to bottom at 0, 1, 2, ...; they are `plain` already."""
+    """Label the rows at 0, 1, 2, ... from top to bottom. Names are already `plain`."""
     axes.set_ylim(len(names) - 0.5, -0.5)
     set_ticks(axes.yaxis, range(len(names)), list(names))
     axes.tick_params(axis="y", length=0)
@@ -202,15 +202,15 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def thinned(names: Sequence[str], *, max_names: int) -> tuple[list[int], list[str]]:
-    """Which of many places along an axis are named: every n-th with a round n."""
+    """The indices and names to label along an axis: every n-th name, for a round n."""
     step = next(step for step in _NICE_STEPS if len(names) <= step * max_names)
     return list(range(0, len(names), step)), [names[index] for index in range(0, len(names), step)]
 
 
 def mark_limits(axes: Axes, which: str, *, min_distance: float) -> None:
-    """The largest values of formats as lines across an axis of log2, named at its far end; those that it reaches.
+    """Mark the largest values of formats within an axis of base-2 logarithms by lines with labels at the far side.
 
-    `min_distance` is a part of the axis: of two limits that are closer the first of `LIMITS` is drawn.
+    `min_distance` is relative to the axis: of two limits that are closer, only the first one in `LIMITS` is drawn.
     """
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     shown: dict[str, float] = {}
@@ -231,9 +231,9 @@ def mark_limits(axes: Axes, which: str, *, min_distance: float) -> None:
 
 
 def draw_bands(axes: Axes, bands: Axes, exponents: NDArray[np.int64], *, is_named: bool = True) -> None:
-    """Two panels over the same binades, in the second of which is from where to where formats reach without a scale.
+    """Scale two panels to the same binades, and draw the ranges of formats without a scale into the second.
 
-    Normal numbers are dark, subnormal ones light.
+    Normal numbers are dark, subnormal numbers light.
     """
     for one in (axes, bands):
         scale_powers(one, "x", [exponents[0], exponents[-1] + 1])
@@ -249,6 +249,6 @@ def draw_bands(axes: Axes, bands: Axes, exponents: NDArray[np.int64], *, is_name
 
 
 def band_handles() -> list[Artist]:
-    """The entries of bands in a legend."""
+    """The legend entries of bands."""
     subnormal = Patch(facecolor=SKY, hatch="////", edgecolor="white")
     return [key(Patch(facecolor=BLUE), "normal numbers of a format"), key(subnormal, "its subnormal ones")]

@@ -1,4 +1,4 @@
-"""Draws boxes, bars and points of tensors in groups: how metrics spread, what is lost, and two types side by side."""
+"""Draws boxes, bars and points of groups of tensors: the spread of metrics, losses, and pairs of quant types."""
 
 from __future__ import annotations
 
@@ -54,16 +54,17 @@ NOTE = (
 )
 
 MAX_POINTS = 300
-"""Points of one box; of more, every n-th from the smallest to the largest, and both ends."""
+"""The largest number of outliers of a box that are drawn. Of more, an even selection by size with both ends is."""
 
 MAX_BOXES = 16
-"""Groups that have a box: each stands beside its name, and needs no colour of its own."""
+"""The largest number of groups with a box. Each is next to its name, so that colours can repeat."""
 
 
 class BoxPanel(NamedTuple):
-    """One metric of `PlotData.metric`.
+    """A panel with a metric of `PlotData.metric`.
 
-    Whether it is never negative and drawn by binade, whether formats limit it, and what it is of a normal distribution.
+    Magnitudes are drawn as base-2 logarithms. `has_limits` marks the limits of formats, and `normal` is the position of
+    the value for a normal distribution.
     """
 
     metric: str
@@ -89,11 +90,11 @@ PANELS: Mapping[str, tuple[BoxPanel, ...]] = {
         *(BoxPanel(end, f"|{end}|", has_limits=True) for end in ("minimum", "maximum")),
     ),
 }
-"""Names that rows of the table choose from."""
+"""The panels that rows of the table choose by name."""
 
 
 def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
-    """One panel for each metric, one box for each group; both share the names at the left."""
+    """A panel for each metric with a box for each group; group names are to the left."""
     groups, left_out = groups_of(data, row, max_groups=MAX_BOXES)
     chosen = PANELS[panels]
     num_columns = 2 if len(chosen) == 4 else len(chosen)  # noqa: PLR2004 - two rows of two
@@ -113,7 +114,7 @@ def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
 
 
 def box_values(data: PlotData, group: Group, panel: BoxPanel) -> NDArray[np.float64]:
-    """The metrics of the group's tensors as they are drawn: of magnitudes log2, without zeros; no NaN, no infinity."""
+    """The finite metrics of the group's tensors, as drawn: base-2 logarithms of magnitudes, without zeros."""
     values = data.metric(panel.metric)[group.mask]
     if panel.is_magnitude:
         with np.errstate(divide="ignore"):
@@ -122,7 +123,7 @@ def box_values(data: PlotData, group: Group, panel: BoxPanel) -> NDArray[np.floa
 
 
 def _draw_box(axes: Axes, values: NDArray[np.float64], *, row: int, group: Group) -> None:
-    """A box from the first to the third quartile, whiskers to the 5th and the 95th percentile, and points beyond."""
+    """Draw a box of the quartiles, with whiskers to the 5th and the 95th percentile and points beyond them."""
     if not values.size:
         axes.text(0.02, row, "none", transform=axes.get_yaxis_transform(), va="center", fontsize=TEXT_SIZE, color="0.4")
         return
@@ -173,14 +174,14 @@ SIDES = (
     ("flushed", "rounded to zero", PURPLE, "xxx"),
     ("nan", "NaN", GREEN, "\\\\\\"),
 )
-"""Kinds of loss: name, words, colour and hatch; `flushed` against a format only, NaN only where there is any."""
+"""The kinds of loss, with text, colour and hatch. `flushed` is drawn only with a target, and NaN only if it occurs."""
 
 MAX_DRAWN_POINTS = 20_000
-"""Points of a scatter plot: of more, the largest are drawn."""
+"""The largest number of points in a scatter plot. Of more, the largest are drawn."""
 
 
 def loss_bars(data: PlotData, row: Plot) -> Figure:
-    """For each group one bar for each kind of loss: the part of all its elements."""
+    """For each group, a bar for each kind of loss: the share of all elements of the group."""
     groups, note = groups_of(data, row)
     absent = {"flushed"} if data.target is None else set()
     absent |= set() if np.nansum(data.metric("nan")) else {"nan"}
@@ -201,7 +202,7 @@ def loss_bars(data: PlotData, row: Plot) -> Figure:
         page.handles.append(key(Patch(facecolor=color, hatch=hatch, edgecolor="white"), words))
     name_rows(axes, [group.label for group in groups])
     scale_shares(axes, "x", shares)
-    # Room for the metrics beside the longest bars.
+    # Leaves room for the numbers next to the longest bars.
     axes.set_xlim(0, 5)
     name(axes, x="share of all elements of the group")
     return page.finish()
@@ -212,7 +213,7 @@ def _note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[int, 
 
 
 def upper_against_lower(data: PlotData, row: Plot) -> Figure:
-    """One point for each tensor; those without any overflow are all at the origin, and counted there."""
+    """A point for each tensor with overflow; tensors without are only counted."""
     groups, note = groups_of(data, row)
     upper, lower = data.share("upper"), data.share("lower")
     num_clean = int(((upper == 0) & (lower == 0)).sum())
@@ -228,7 +229,7 @@ def upper_against_lower(data: PlotData, row: Plot) -> Figure:
     is_drawn[largest] = True
     for group in groups:
         chosen = group.mask & is_drawn & ((upper > 0) | (lower > 0))
-        # An empty line that is not clipped counts as one at the corner of the plot.
+        # An empty line without clipping would be laid out as one at the corner of the plot.
         if chosen.any():
             style: dict[str, Any] = {"color": group.color, "markersize": 5, "alpha": 0.7, "clip_on": False}
             axes.plot(upper[chosen], lower[chosen], group.mark, linestyle="", **style)
@@ -241,7 +242,7 @@ def upper_against_lower(data: PlotData, row: Plot) -> Figure:
 
 
 def ratio_histogram(data: PlotData, row: Plot) -> Figure:
-    """Tensors counted by their ratio of overflow and of underflow; those with none have a bar of their own."""
+    """Histograms of the overflow and the underflow ratios of tensors, with a separate bar for a ratio of zero."""
     page = page_of(data, row, 1, 2, width=5.2, height=3.6, with_limits=True)
     words = (("overflow", data.share("overflow"), VERMILION), ("underflow", data.share("underflow"), ORANGE))
     for axes, (title, shares, color) in zip(page.panels[0], words, strict=True):
@@ -266,9 +267,9 @@ def ratio_histogram(data: PlotData, row: Plot) -> Figure:
 
 
 def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
-    """Edges up to 1, equal on a logarithmic axis, how many shares lie between them, and how many are zero.
+    """Logarithmically spaced edges up to 1, the number of shares between each two, and the number of zeros.
 
-    The first edge is where `scale_shares` begins to be logarithmic.
+    The first edge is the start of the logarithmic part of `scale_shares`.
     """
     positive, lowest = shares[shares > 0], lowest_decade(shares)
     edges = 10.0 ** np.linspace(lowest, 0, 4 * -lowest + 1)
@@ -277,11 +278,11 @@ def ratio_counts(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDAr
 
 
 MAX_PAIRS, VALUES_OF_PAIR = 48, 400
-"""Pairs of tensors whose values are read, and values that are drawn of each: of more, every n-th."""
+"""The largest numbers of pairs whose values are read, and of values drawn of each. Of more, every n-th is used."""
 
 
 class TensorPair(NamedTuple):
-    """The same tensor in two quant types: some of its values, finite in both, and the correlation of all of these."""
+    """A tensor in two quant types: some of the values that are finite in both, and the correlation of all of them."""
 
     one: NDArray[np.float64]
     other: NDArray[np.float64]
@@ -289,12 +290,12 @@ class TensorPair(NamedTuple):
 
 
 def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
-    """Values of some pairs, evenly chosen from all; both tensors of each are read once more."""
+    """The values of evenly selected pairs, whose tensors are read once more."""
     places = data.matched(types)
     found = []
     for pair in places[:: math.ceil(len(places) / MAX_PAIRS) or 1]:
         arrays = [read_values(data.records[place], view=data.view) for place in pair]
-        # Complex values: the real part stands for both.
+        # Of complex values, only the real part is used.
         values = np.stack([array.real.astype(np.float64).reshape(-1) for array in arrays])
         first, second = values[:, np.isfinite(values).all(axis=0)]
         step = math.ceil(first.size / VALUES_OF_PAIR) or 1
@@ -303,17 +304,17 @@ def read_pairs(data: PlotData, types: tuple[str, str]) -> list[TensorPair]:
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Pearson's; NaN where either has no two values that differ."""
+    """Pearson's correlation; NaN if all values of either are equal."""
     if one.size < 2 or one.min() == one.max() or other.min() == other.max():  # noqa: PLR2004 - of fewer there is none
         return math.nan
-    # Scaled first: squares may be beyond all numbers.
+    # Scales values first, because their squares could overflow.
     scaled = [(array - array.mean()) / np.abs(array).max() for array in (one / 2, other / 2)]
     norms = math.sqrt(float(scaled[0] @ scaled[0]) * float(scaled[1] @ scaled[1]))
     return float(scaled[0] @ scaled[1]) / norms if norms else math.nan
 
 
 def pairs(data: PlotData, row: Plot) -> Figure:
-    """Left the values of one type against those of the other over each tensor's largest, right each correlation."""
+    """Left, the values of one type against those of the other, relative to the largest; right, the correlations."""
     types = data.two_quant_types()
     assert types is not None
     drawn, total = read_pairs(data, types), len(data.matched(types))
@@ -339,7 +340,7 @@ def pairs(data: PlotData, row: Plot) -> Figure:
     known = np.array(sorted(pair.correlation for pair in drawn if not math.isnan(pair.correlation)))
     name(bars, title="correlation of each tensor")
     if known.size:
-        # From the lowest correlation to 1.
+        # The axis goes from the lowest correlation to 1.
         edges = np.linspace(min(float(known.min()), 1 - 1e-6), max(1.0, float(known.max())), 13)
         bars.hist(known, bins=edges, color=VERMILION, edgecolor="white", hatch="//")
         scale_numbers(bars, "x", max_ticks=4)
@@ -353,12 +354,15 @@ def pairs(data: PlotData, row: Plot) -> Figure:
 
 
 def sweep(data: PlotData, _: Plot) -> Figure:
-    """Six panels of the sweep of one record, one scale for the tensor; it is read once more.
+    """Six panels of the sweep of one record with one scale for the tensor; the record is read once more.
 
-    It is the first of those whose finite magnitudes reach over the most binades.
+    It is the first of the records with the widest range of finite magnitudes.
+
+    Raises:
+        UsageError: only statistics of the records are stored.
     """
     is_kept = data.records.column("keep") != Keep.STATISTICS
-    # Records whose values are not known at all are behind those without a range.
+    # Records without values come after those without a range.
     ranges = np.where(is_kept, np.nan_to_num(data.metric("log2_range"), nan=-1.0), -2.0)
     place = int(ranges.argmax())
     if not is_kept[place]:

@@ -1,8 +1,8 @@
-"""Gathers what all plots of a selection need to know, in one pass over its digests.
+"""Collects the data for all plots of a selection, in one pass over its digests.
 
-Of each record a row of metrics; of each kind of tensor the distribution of all its values; of layers how many values
-lie in each binade; of samples their largest magnitude. Nothing that is kept grows with the sizes of tensors, and only
-the rows and the samples grow with the number of records.
+The data are the metrics of each record, the distribution of all values of each kind of tensor, the number of values of
+each layer in each binade, and the largest magnitude of each sample. Their size does not depend on the sizes of tensors,
+and only the metrics and samples grow with the number of records.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ CELL_FIELDS = (
     *("quant_type", "dtype", "operation", "layer_type"),
     *("phase", "component", "batch_size", "tensor_name"),
 )
-"""Fields whose values make kinds of tensors: of each kind the distribution of all values is known."""
+"""The fields that define the kinds of tensors. Each kind has a distribution of all its values."""
 
 MAX_CELLS = 256
-"""Kinds of tensors at most: where there are more, the last of the fields do not count."""
+"""The largest number of kinds. If there are more, the last fields are ignored."""
 
 SITE_FIELDS = (
     *("iteration", "rank", "microbatch", "call", "mode", "module", "layer_type", "layer_idx"),
     *("operation", "phase", "component", "tensor_name", "shape"),
 )
-"""Fields that are the same for a tensor that was recorded in two quant types; modules may be named otherwise."""
+"""The fields that identify a tensor that was recorded in two quant types."""
 
 COMPARED = (("hifp8", "hif8", "hifloat8"), ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2"))
-"""Tags of the two quant types that the legacy tool compares."""
+"""The tags of the two quant types that the legacy tool compares."""
 
 COUNTS = ("num_elements", "upper", "lower", "underflow", "flushed", "nan", "inf", "zero")
-"""Counts of each record, against the limits of the dtype or of the format that was asked for."""
+"""The counts of each record, relative to the limits of the dtype or of the target format."""
 
 OF_DIGESTS = (
     *("mean", "std", "variance", "minimum", "maximum", "absmax", "skewness", "kurtosis", "log2_range"),
     *("overflow.absmax", "finite"),
 )
-"""Metrics of each record; `overflow.absmax` includes infinities."""
+"""The metrics of each record; `overflow.absmax` includes infinities."""
 
 LOWEST, HIGHEST = -160, 135
-"""Exponents of the first and the last binade, which hold what lies beyond them too; float32 has those in between."""
+"""The exponents of the first and the last binade, which also count values beyond them. They include all of float32."""
 
 NUM_BINADES = HIGHEST - LOWEST + 1
 
 MAX_COLUMNS = 4096
-"""Samples that are kept apart: where ranks have more, those in one place of their batches are one."""
+"""The largest number of samples that are separated by rank. If there are more, samples with one index are combined."""
 
 
 class PlotData:
-    """A selection of records of floating-point or complex numbers, and what is known of them.
+    """The floating-point and complex records of a selection, with their data.
 
-    Columns of the catalogue are there at once; the first question about values reads every record once.
+    Columns of the catalogue are available at once; the first access to data about values reads every record once.
     """
 
     def __init__(
@@ -88,26 +88,26 @@ class PlotData:
         recipes: Sequence[Recipe] = (),
         engine: Engine | None = None,
     ) -> None:
-        """Take the records of floating-point and complex numbers; those of integers and bool are left out.
+        """Select the records of floating-point and complex numbers, without those of integers and bool.
 
         Raises:
-            NoRecordsError: there are no others.
+            NoRecordsError: there is no such record.
         """
         names = set(records.column("dtype").tolist())
         wanted = sorted(name for name in names if dtype_row(name).is_floating or dtype_row(name).is_complex)
         self.records = records.select(dtype=wanted) if len(wanted) < len(names) else records
-        """Those that are drawn."""
+        """The records that are drawn."""
         self.num_left_out = len(records) - len(self.records)
-        """Records of integers and bool."""
+        """Number of records of integers and bool."""
         if not len(self.records):
             raise NoRecordsError(
                 f"nothing can be drawn: all {len(records)} records are of {', '.join(sorted(names))}, and plots are "
                 "of floating-point numbers; 'ranktape analyze stats' answers for others"
             )
         self.target = target
-        """The format whose limits count, and its scale; those of the elements' own type if None."""
+        """The format whose limits apply, with its scale; if None, the limits of the elements' dtype apply."""
         self.view = view or View.COMPUTE
-        """Which numbers are judged."""
+        """The view of the values."""
         self.recipes = tuple(recipes)
         """The recipes in which products are computed again."""
         self._engine = engine or Engine()
@@ -118,9 +118,9 @@ class PlotData:
         return len(self.records)
 
     def column(self, field: str) -> NDArray[Any]:
-        """A field of all records; `dtype` is that of the values that are judged, numbers that are missing are None.
+        """A field of all records; `dtype` is that of the view, and missing numbers are None.
 
-        `layer_idx` is the place of the layer, a `LayerPlace`; `quant_type` tells sources apart, too (`quant_types`).
+        `layer_idx` is a `LayerPlace`, and `quant_type` also distinguishes sources (see `quant_types`).
         """
         if field not in self._columns:
             values = self.records.column(field)
@@ -139,11 +139,11 @@ class PlotData:
         return self._columns[field]
 
     def values_of(self, field: str) -> list[Any]:
-        """The values of a field that occur, in order; a missing one is the last."""
+        """The distinct values of a field in order; None is the last."""
         return self._coded(field)[0]
 
     def codes(self, field: str) -> NDArray[np.int64]:
-        """For each record the index of its value in `values_of` the field."""
+        """For each record, the index of its value in `values_of(field)`."""
         return self._coded(field)[1]
 
     def _coded(self, field: str) -> tuple[list[Any], NDArray[np.int64]]:
@@ -155,7 +155,7 @@ class PlotData:
         return self._codes[field]
 
     def combined(self, *fields: str) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
-        """The combinations of values of fields that occur, in order, and for each record the index of its own."""
+        """The distinct combinations of values of fields in order, and for each record the index of its combination."""
         rows, numbers = np.unique(
             np.stack([self.codes(field) for field in fields], axis=1), axis=0, return_inverse=True
         )
@@ -165,14 +165,14 @@ class PlotData:
 
     @functools.cached_property
     def kinds(self) -> tuple[list[tuple[Any, ...]], NDArray[np.int64]]:
-        """The kinds of tensors, as values of `CELL_FIELDS`, and for each record the index of its own."""
+        """The kinds of tensors, as values of `CELL_FIELDS`, and for each record the index of its kind."""
         fields: tuple[str, ...] = CELL_FIELDS
         while len((found := self.combined(*fields))[0]) > MAX_CELLS and len(fields) > 1:
             fields = fields[:-1]
         return found
 
     def mask(self, **fields: Any) -> NDArray[np.bool_]:
-        """Which records have those values in their fields; a list holds alternatives."""
+        """Whether each record has these values in its fields; a list contains alternatives."""
         found = np.ones(len(self), dtype=bool)
         for field, value in fields.items():
             known, codes = self._coded(field)
@@ -180,13 +180,13 @@ class PlotData:
         return found
 
     def partition(self, *fields: str, **chosen: Any) -> Hashable:
-        """Equal for fields that put the same records together, in the same order of groups."""
+        """A key that is equal for fields that divide the records into the same groups."""
         numbers = np.where(self.mask(**chosen), self.combined(*fields)[1], -1)
         _, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
         return (numbers < 0).tobytes(), firsts[places].tobytes()
 
     def operations(self) -> list[str]:
-        """Forward, then the others."""
+        """The operations, forward first."""
         return sorted(self.values_of("operation"), key=lambda name: (name != "forward", name))
 
     def gradient_names(self) -> list[str]:
@@ -194,14 +194,14 @@ class PlotData:
         return [name for name in self.values_of("tensor_name") if name.startswith("grad_")]
 
     def kept_samples(self) -> set[tuple[Any, int]]:
-        """Samples of tensors whose values were kept, by name and rank."""
+        """The samples of tensors with stored values, by name and rank."""
         columns = sample_names(self.records), *(self.records.column(field).tolist() for field in ("rank", "keep"))
         return {
             (name, rank) for names, rank, keep in zip(*columns, strict=True) if keep == Keep.VALUES for name in names
         }
 
     def two_quant_types(self) -> tuple[str, str] | None:
-        """HiFP8 and MXFP8 where both are there, else the two with the most records; None where there is one alone."""
+        """HiFP8 and MXFP8 if both occur, else the two quant types with the most records; None if there is only one."""
         counts = Counter(self.column("quant_type").tolist())
         ours = [[name for name in counts if name.lower() in names] for names in COMPARED]
         if all(ours):
@@ -210,9 +210,9 @@ class PlotData:
         return None if second is None else (first, second)
 
     def matched(self, types: tuple[str, str]) -> list[tuple[int, int]]:
-        """Indices of records that are the same tensor in both quant types, by `SITE_FIELDS`, values kept of both.
+        """Pairs of indices of records of a tensor in both quant types, by `SITE_FIELDS`, with stored values.
 
-        Of several with one identity in a quant type the first is taken.
+        If several records of a quant type have the same fields, the first one is used.
         """
         found: list[dict[Any, int]] = [{}, {}]
         columns = (self.column(field).tolist() for field in ("quant_type", "keep", *SITE_FIELDS))
@@ -223,7 +223,7 @@ class PlotData:
 
     @functools.cached_property
     def passed(self) -> DataPass:
-        """What one pass over the digests finds; the first time it is asked for, every record is read."""
+        """The results of a pass over the digests; the first access reads every record."""
         return DataPass(self, engine=self._engine)
 
     @functools.cached_property
@@ -233,29 +233,29 @@ class PlotData:
 
     @functools.cached_property
     def calls(self) -> RecordedCalls:
-        """The calls of layers whose products can be computed again; from the catalogue."""
+        """The calls of layers whose products can be computed again, according to the catalogue."""
         return calls_of(self.records)
 
     @functools.cached_property
     def replayed(self) -> Replayed:
-        """What the recipes make of the products; the first time it is asked for, operands are read."""
+        """The products in the recipes; the first access reads the operands."""
         return replay_calls(self.records, self.recipes, engine=self._engine)
 
     def metric(self, name: str) -> NDArray[np.float64]:
-        """One of `OF_DIGESTS` or `COUNTS` for each record; NaN where there is none."""
+        """One of `OF_DIGESTS` or `COUNTS` for each record; NaN if a record does not have it."""
         return self.passed.metrics[name]
 
     def _counted(self, names: Sequence[str]) -> NDArray[np.float64]:
         return sum((self.metric(name) for name in names), start=np.zeros(len(self)))
 
     def share(self, name: str) -> NDArray[np.float64]:
-        """One of `SHARES` of each record's elements; 0 for an empty tensor."""
+        """One of `SHARES` for each record; 0 for an empty tensor."""
         return np.asarray(self._counted(SHARES[name]) / np.maximum(1, self.metric("num_elements")))
 
     def distribution(self, **fields: Any) -> Digest | None:
-        """All values of the records whose fields, some of `CELL_FIELDS`, have one of the values that are given.
+        """The digest of all records with the given values in their fields, which are some of `CELL_FIELDS`.
 
-        None where no record has them.
+        None if no such record has values.
         """
         wanted = [(CELL_FIELDS.index(field), _listed(value)) for field, value in fields.items()]
         kinds, known = self.kinds[0], self.passed.cells
@@ -267,9 +267,9 @@ class PlotData:
         return merge_digests(chosen) if chosen else None
 
     def binade_shares(self, operation: str, *, with_zeros: bool = False) -> NDArray[np.float64]:
-        """For each layer, in order, the part of all its elements in each binade.
+        """For each layer, in order, the share of its elements in each binade.
 
-        With zeros in a last column of their own. NaN where no record is, or no value is known.
+        If `with_zeros`, the last column has the share of zeros. NaN if a layer has no records with values.
         """
         number, num_layers = self.values_of("operation").index(operation), len(self.values_of("layer_idx"))
         counts = self.passed.binades[number * num_layers : (number + 1) * num_layers]
@@ -277,10 +277,10 @@ class PlotData:
         return np.where(total > 0, counts[:, : -1 if with_zeros else -2] / np.maximum(1, total), np.nan)
 
     def pooled(self, name: str, groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
-        """A metric of all records of each group together, for `groups` that number each record's, negative for none.
+        """A metric of each group of records; `groups` has the number of each record's group, negative for none.
 
-        Shares (`SHARES`) are of all elements of the group, `std` is of all its finite values; other metrics are the
-        largest of a record. NaN where a group has no record, or none of which it is known.
+        Shares (`SHARES`) are relative to all elements of the group, and `std` is that of all its finite values; other
+        metrics are the largest of any record. NaN if no record of a group has the metric.
         """
         inside = groups >= 0
 
@@ -308,11 +308,11 @@ SHARES: Mapping[str, Sequence[str]] = {
     "overflow": ("upper", "lower"),
     **{name: (name,) for name in ("upper", "lower", "underflow", "flushed", "nan", "zero")},
 }
-"""Parts of a record's elements, and the counts that each is made of."""
+"""The shares of a record's elements, with the counts that are added up for each."""
 
 
 def largest_of(values: NDArray[np.float64], groups: NDArray[np.int64], *, num_groups: int) -> NDArray[np.float64]:
-    """The largest of the values of each group, NaN where there is none; negative groups are left out."""
+    """The largest value of each group, NaN if it has none; values with a negative group are ignored."""
     found = np.full(num_groups, np.nan)
     np.fmax.at(found, groups[groups >= 0], values[groups >= 0])
     return found
@@ -323,19 +323,19 @@ def _listed(value: Any) -> Any:
 
 
 class DataPass:
-    """What one pass over the digests of a selection leaves."""
+    """The results of one pass over the digests of a selection."""
 
     def __init__(self, data: PlotData, *, engine: Engine) -> None:
         num_layers = len(data.values_of("layer_idx"))
         self.metrics = {name: np.full(len(data), math.nan) for name in (*COUNTS, *OF_DIGESTS)}
-        """One number for each record, NaN where there is none."""
+        """The metrics by name, with a number for each record, NaN if there is none."""
         self.binades = np.zeros((len(data.values_of("operation")) * num_layers, NUM_BINADES + 2))
-        """For each operation and layer how many finite values lie in each binade, [2^e, 2^(e+1)) for an exponent e; how
-        many are zero; and how many are not finite."""
+        """For each operation and layer, the number of finite values in each binade, [2^e, 2^(e+1)) for an exponent e;
+        the last two columns have the numbers of zeros and of values that are not finite."""
         self.num_without_values = 0
-        """Records of which statistics alone were kept."""
+        """Number of records that store only statistics."""
         self.num_rounded = 0
-        """Records whose values are known as a quantile summary."""
+        """Number of records whose values are only available as a quantile summary."""
         rows_of, kinds = data.codes("operation") * num_layers + data.codes("layer_idx"), data.kinds[1].tolist()
         parts: defaultdict[int, list[Digest]] = defaultdict(list)
         sizes: Counter[int] = Counter()
@@ -363,13 +363,13 @@ class DataPass:
                 kind = kinds[part.start + place]
                 parts[kind].append(columns.digest(place))
                 sizes[kind] += parts[kind][-1].values.size
-                # Each value is merged a few times at most, however many records there are.
+                # Merges so that each value is merged only a few times, for any number of records.
                 if sizes[kind] > 4 * max(parts[kind][0].values.size, 1 << 14):
                     parts[kind], sizes[kind] = [merge_digests(parts[kind])], 0
         self.cells = {kind: merge_digests(own) for kind, own in parts.items()}
-        """The distribution of each kind of tensor of which values are known."""
+        """The distribution of each kind of tensor that has values."""
         self.sample_sizes = np.concatenate(sample_sizes)
-        """Samples of each record."""
+        """Number of samples of each record."""
         self.samples = np.concatenate(samples)
         """`SAMPLE_METRICS` of each sample of each record."""
 
@@ -377,16 +377,16 @@ class DataPass:
 def _add_binades(
     binades: NDArray[np.float64], rows: NDArray[np.int64], values: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> None:
-    """Count finite values other than zero in rows of binades."""
+    """Add finite nonzero values to the rows of binades."""
     is_wanted = np.isfinite(values) & (values != 0)
-    # frexp has mantissas from 0.5 to 1, and is exact for subnormals too.
+    # Mantissas of frexp are in [0.5, 1). It is exact for subnormals, too.
     places = np.clip(np.frexp(values[is_wanted])[1] - 1, LOWEST, HIGHEST) - LOWEST
     cells = rows[is_wanted] * binades.shape[1] + places
     binades += np.bincount(cells, weights=counts[is_wanted], minlength=binades.size).reshape(binades.shape)
 
 
 def binade_counts(digest: Digest) -> NDArray[np.float64]:
-    """How many finite magnitudes other than zero lie in each binade from `LOWEST` to `HIGHEST`."""
+    """The number of finite nonzero magnitudes in each binade from `LOWEST` to `HIGHEST`."""
     found = np.zeros((1, NUM_BINADES))
     _add_binades(found, np.zeros(digest.values.size, dtype=np.int64), digest.values, digest.counts)
     return found.reshape(-1)
@@ -398,7 +398,7 @@ def exponents() -> NDArray[np.int64]:
 
 
 def filled(counts: NDArray[np.float64]) -> slice:
-    """From the first binade that holds anything, in any row, to the last; all empty ones give a few about 2^0."""
+    """The range of binades from the first to the last with a nonzero count in any row; without any, a few about 2^0."""
     held = np.flatnonzero(counts.reshape(-1, counts.shape[-1]).any(axis=0))
     return slice(int(held[0]), int(held[-1]) + 1) if held.size else slice(-LOWEST - 2, -LOWEST + 3)
 
@@ -406,8 +406,8 @@ def filled(counts: NDArray[np.float64]) -> slice:
 class SampleColumns:
     """Every sample of a selection, as columns.
 
-    A sample is known by the id that the user gave it; without ids by its rank and its index in the batch, as ranks have
-    batches of their own.
+    A sample is identified by the ID that the user gave it; without IDs, by its rank and its index in the batch, since
+    each rank has its own batches.
     """
 
     def __init__(self, data: PlotData) -> None:
@@ -420,14 +420,14 @@ class SampleColumns:
         rows = zip(names, ranks, has_ids, strict=True)
         unnamed = {(rank, one) for own, rank, is_named in rows if not is_named for one in own}
         self.is_by_rank = len({rank for rank, _ in unnamed}) > 1 and len(unnamed) <= MAX_COLUMNS
-        """Whether samples without ids are told apart by their rank."""
+        """Whether samples without IDs are distinguished by rank."""
         keys: list[tuple[int | None, SampleName]] = [
             (ranks[place] if self.is_by_rank and not has_ids[place] else None, name)
             for place in np.flatnonzero(found.sample_sizes).tolist()
             for name in names[place]
         ]
         self.keys = sorted(set(keys), key=lambda key: (key[0] is None, key[0] or 0, isinstance(key[1], str), key[1]))
-        """Rank, or None, and id or index of each sample: by rank and index, then by id; numbers before words."""
+        """Rank or None, and ID or index, of each sample: by rank and index, then by ID; numbers before texts."""
         columns = {key: column for column, key in enumerate(self.keys)}
         self._columns = np.array([columns[key] for key in keys], dtype=np.int64)
         owners = np.repeat(np.arange(len(data)), found.sample_sizes)
@@ -444,7 +444,7 @@ class SampleColumns:
         self._logs = np.where(np.isfinite(logs), logs, np.nan)
 
     def labels(self) -> tuple[list[str], str]:
-        """What samples are called, and the label of an axis of them: the user's ids, or rank and index, or index."""
+        """The labels of samples (ID, or rank and index, or index), and the label of their axis."""
         names = [plain(one, max_letters=12) if rank is None else f"{rank}:{one}" for rank, one in self.keys]
         return names, "rank : place in the batch" if self.is_by_rank else "sample"
 
@@ -461,13 +461,13 @@ class SampleColumns:
         return self._largest(self._absmax, operation)
 
     def has_nan(self, operation: str) -> NDArray[np.bool_]:
-        """For each layer and sample whether values are NaN."""
+        """For each layer and sample, whether it has NaN."""
         return self._largest(self._num_nan, operation) > 0
 
     def ratios(self, operation: str) -> NDArray[np.float64]:
-        """For each sample mean, lowest and highest log2 of its absmax over the median sample's of the tensor.
+        """For each sample, the mean, lowest and highest base-2 logarithm of its absmax over that of the median sample.
 
-        NaN where nothing is known.
+        NaN if there is no finite value.
         """
         chosen = self._is_of(operation) & ~np.isnan(self._logs)
         columns, logs, size = self._columns[chosen], self._logs[chosen], len(self.keys)
@@ -478,19 +478,19 @@ class SampleColumns:
 
 
 def _are_indices(names: Sequence[SampleName]) -> bool:
-    """Whether names may be indices in a batch: of all of it, or of one sample that was saved alone."""
+    """Whether names can be indices in a batch: all of them, or that of one sample that was saved alone."""
     return list(names) == list(range(len(names))) or (len(names) == 1 and isinstance(names[0], int))
 
 
 DEFAULT_FORMAT = "fp8_e4m3"
-"""The format whose overflow and underflow are drawn where none is named."""
+"""The format whose overflow and underflow are drawn by default."""
 
 
 def default_target(records: Records) -> Target | None:
-    """That format with a scale for each tensor.
+    """The default format, with a scale for each tensor.
 
-    None where everything was captured in types of eight bits, whose own limits count then. A wider type holds nearly
-    everything that a training computes: plots against its own limits would be empty.
+    None if all records have 8-bit dtypes, whose own limits apply then. Wider dtypes can represent nearly all values of
+    a training, so plots of their own limits would be empty.
     """
     names = set(records.column("dtype").tolist())
     return one_target(DEFAULT_FORMAT) if any(dtype_row(name).itemsize > 1 for name in names) else None

@@ -1,7 +1,7 @@
-"""Draws how the values of groups are distributed: their shape, the binades that they reach, their density.
+"""Draws the distributions of the values of groups: their shape, their range in binades, and their density.
 
-Groups of very different size are drawn in one panel: for the shape each is moved and scaled to mean 0 and standard
-deviation 1, for the range magnitudes are counted by binade.
+Groups with values of very different sizes share a panel: for the shape, they are normalized to mean 0 and standard
+deviation 1; for the range, magnitudes are counted by binade.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.table import Plot
 
     Bins = tuple[NDArray[np.float64], NDArray[np.float64]]
-    """Edges, and what is between each two of them."""
+    """Edges of bins, and the value of each bin."""
 
 MAX_DEVIATIONS, SMALLEST_DENSITY = 8.0, 1e-5
-"""The ends of the shape: standard deviations to either side, and its foot."""
+"""The limits of the shape: standard deviations to both sides, and the smallest density."""
 
 NUM_BINS = 128
-"""Bins of a linear axis; few values make fewer of a shape."""
+"""The number of bins of a linear axis. A shape of few values has fewer."""
 
 MAX_CODES, MIN_REPEATS = 2048, 8
-"""Values are of few bits where there are no more of them than that, each so many times on average."""
+"""Values count as low-precision if they have at most this many distinct values, each repeated so often on average."""
 
 NO_VALUES, ONLY_ZEROS = "no finite values are known", "no finite values other than zero are known"
 
 
 def distributions(data: PlotData, row: Plot) -> Figure:
-    """Shape and range of each group; groups without finite values are named in the legend all the same."""
+    """Shape and range of each group; the legend also lists groups without finite values."""
     groups, note = groups_of(data, row, with_values=True)
     page = page_of(data, row, 1, 2, width=5.6, height=4.0, notes=[note])
     page.handles += [group.handle() for group in groups]
@@ -64,7 +64,7 @@ def distributions(data: PlotData, row: Plot) -> Figure:
 
 
 def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
-    """Whether any group has a shape."""
+    """Draw the shapes; returns whether any group has one."""
     name(axes, title="shape, in units of each group's own standard deviation")
     known = [(group, group.digest) for group in groups if group.digest is not None and group.digest.has_values]
     shapes = [(group, standardised(digest)) for group, digest in known if digest.statistics.std]
@@ -96,7 +96,7 @@ def _draw_ranges(axes: Axes, groups: Sequence[Group]) -> None:
 
 
 def occupancy(data: PlotData, row: Plot) -> Figure:
-    """Part of the values of each group in each binade, and below it the binades that formats reach."""
+    """The share of each group's values in each binade, with the ranges of formats below."""
     groups, note = groups_of(data, row, with_values=True)
     page = page_of(data, row, 2, 1, width=10.0, height=3.1, height_ratios=(1.25, 1), sharex=True, notes=[note])
     axes, bands = page.panels[:, 0]
@@ -112,9 +112,9 @@ def occupancy(data: PlotData, row: Plot) -> Figure:
 
 
 def _draw_binades(axes: Axes, groups: Sequence[Group]) -> NDArray[np.int64] | None:
-    """A line for each group through the part of its elements in each binade.
+    """Draw a line for each group through the share of its elements in each binade.
 
-    Gives the exponents from the first binade that holds anything to the last; None where none does.
+    Returns the exponents from the first binade with values to the last; None if all are empty.
     """
     known = [
         (group, binade_counts(group.digest) / max(1, group.digest.tallies.num_elements))
@@ -142,7 +142,7 @@ def _dotted(label: str) -> Any:
 
 
 def standardised(digest: Digest) -> Bins:
-    """Edges of bins in standard deviations from the mean, and the density of all finite values there."""
+    """The edges of bins, in standard deviations from the mean, and the density of all finite values in them."""
     mean, std = digest.statistics.mean, digest.statistics.std
     assert mean is not None
     assert std
@@ -157,9 +157,9 @@ def standardised(digest: Digest) -> Bins:
 
 
 def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) -> Bins:
-    """The bins as they are; of numbers of few bits without empty ones between others, whose halves the others get.
+    """The bins; for low-precision values, each empty bin between others is divided among its neighbours.
 
-    Bins narrower than the distance of a format's numbers would show a comb, which is of the bins and not of the values.
+    Otherwise, bins narrower than the spacing of a format's numbers would show a comb that is not in the values.
     """
     values = digest.values[np.isfinite(digest.values)]
     held = np.flatnonzero(counts)
@@ -170,9 +170,10 @@ def _joined(digest: Digest, edges: NDArray[np.float64], counts: NDArray[Any]) ->
 
 
 def densities(data: PlotData, row: Plot, *, panels: Sequence[str]) -> Figure:
-    """For each group the density of its values, the same moved to [0, 1], or one against the other bin by bin.
+    """For each group, the density of its values, the density normalised to [0, 1], or one against the other.
 
-    Each group has panels of its own, as their units differ; normalised densities alone are drawn in one panel.
+    Each group has panels of its own, since their units differ. If only normalised densities are drawn, all groups share
+    a panel.
     """
     groups, note = groups_of(data, row, with_values=True)
     is_one = panels == ("normalised",)
@@ -220,7 +221,7 @@ _PANEL_WORDS = {"raw": "raw", "normalised": "normalised", "both": "one against t
 
 
 def _draw_normal_of(axes: Axes, digest: Digest | None) -> None:
-    """The normal distribution of the same mean and deviation, if there is one."""
+    """Draw the normal distribution with the same mean and standard deviation, unless that is 0."""
     if digest is not None and digest.statistics.mean is not None and digest.statistics.std:
         places = np.linspace(*axes.get_xlim(), 400)
         _draw_normal(axes, places, mean=digest.statistics.mean, std=digest.statistics.std)
@@ -228,9 +229,9 @@ def _draw_normal_of(axes: Axes, digest: Digest | None) -> None:
 
 
 def central_bins(digest: Digest | None) -> Bins | None:
-    """Edges and density of bins that hold all but a hundredth of the finite values at either end; None without any.
+    """Edges and density of bins between the 1st and the 99th percentile; None if there are no finite values.
 
-    A few values far away would squeeze all others into one bin. The density is that of all finite values.
+    Otherwise, a few outliers would squeeze all other values into one bin. The density is relative to all finite values.
     """
     if digest is None or not digest.has_values or not np.isfinite(digest.values).any():
         return None
@@ -243,7 +244,7 @@ def central_bins(digest: Digest | None) -> Bins | None:
 
 
 def normal_fit(data: PlotData, row: Plot) -> Figure:
-    """Quantiles of each group against those of the normal distribution of its mean and deviation, in deviations."""
+    """Quantiles of each group against those of a normal distribution, in standard deviations from the mean."""
     groups, _ = groups_of(data, row, with_values=True)
     num_columns = min(2, len(groups))
     page = page_of(data, row, math.ceil(len(groups) / num_columns), num_columns, width=4.8, height=3.8)

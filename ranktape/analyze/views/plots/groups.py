@@ -1,4 +1,4 @@
-"""Puts tensors into groups, gives each a look, and begins a plot with a line about the selection."""
+"""Divides tensors into groups with a style each, and creates pages with a line about the selection."""
 
 from __future__ import annotations
 
@@ -21,54 +21,55 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.table import Plot
 
 MAX_NAMED = 4
-"""Values of a field that are named, before they are counted."""
+"""The largest number of values of a field that are named; more are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """Tensors that are drawn as one; its index among the groups gives it a look."""
+    """Tensors that are drawn together, in a style that depends on the index of the group."""
 
     label: str
-    """Its name, `plain` already."""
+    """Name of the group, already `plain`."""
     index: int
-    """Its index among the groups."""
+    """Index of the group."""
     mask: NDArray[np.bool_]
-    """Which records of the data are in it."""
+    """Whether each record of the data is in the group."""
     digest: Digest | None = None
-    """All its values; None where they are not needed, or of no record known."""
+    """Digest of all its values; None if it is not needed, or if no values are stored."""
 
     @property
     def color(self) -> str:
-        """From Okabe and Ito."""
+        """The colour of the group."""
         return COLORS[self.index % MAX_GROUPS]
 
     @property
     def mark(self) -> str:
-        """The shape of its points."""
+        """The marker of its points."""
         return MARKS[self.index % MAX_GROUPS]
 
     @property
     def line(self) -> dict[str, Any]:
-        """The colour of its lines, and how they are broken."""
+        """The colour and dashes of its lines."""
         return {"color": self.color, "linestyle": DASHES[self.index % MAX_GROUPS]}
 
     def handle(self, *, has_mark: bool = False) -> Artist:
-        """Its entry in a legend: a line, or with a mark a line with points."""
+        """Its legend entry: a line, with a marker if `has_mark`."""
         mark: dict[str, Any] = {"marker": self.mark, "markersize": 5} if has_mark else {}
         return key(Line2D([], [], **self.line, linewidth=2, **mark), self.label)
 
 
 def groups_of(data: PlotData, row: Plot, **options: Any) -> tuple[list[Group], str]:
-    """The groups that a row of the table asks for; `options` are those of `group_by`."""
+    """The groups of a row of the table, and a note; `options` are those of `group_by`."""
     return group_by(data, *row.by, **options, **row.chosen(data))
 
 
 def group_by(
     data: PlotData, *fields: str, max_groups: int = MAX_GROUPS, with_values: bool = False, **chosen: Any
 ) -> tuple[list[Group], str]:
-    """One group for each combination of values of fields; of too many, those with the most elements, and a note.
+    """A group for each combination of values of fields, in the order of values, and a note.
 
-    `chosen` are fields and the values that records must have to be in any. The order is that of the values.
+    If there are too many, only the groups with the most elements are returned, and the note says so. `chosen` restricts
+    the records to those with the given values.
     """
     allowed = data.mask(**chosen)
     keys, numbers = data.combined(*fields)
@@ -91,7 +92,7 @@ def group_by(
 
 
 def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:
-    """What people call a group; numbers have the name of the field before them."""
+    """The label of a group. Numbers have the name of their field before them."""
     words = {"batch_size": "batch size", "layer_idx": "layer", "iteration": "iteration", "rank": "rank"}
     parts = [
         f"{words[field]} {'not known' if value is None else value}" if field in words else plain(value, max_letters=32)
@@ -101,7 +102,7 @@ def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:
 
 
 def _order(fields: Sequence[str], values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    # Forward comes before backward, as it does in time; what is missing comes last.
+    # Forward comes before backward, as in time; missing values come last.
     return [
         (value is None, value != "forward" if field == "operation" else False, 0 if value is None else value)
         for field, value in zip(fields, values, strict=True)
@@ -118,13 +119,13 @@ def page_of(
     with_limits: bool = False,
     **size: Any,
 ) -> Page:
-    """A page under the title of a row; plots that count what is beyond limits say whose."""
+    """A page with the title of a row; if `with_limits`, the subtitle names the limits for overflow and underflow."""
     subtitle = subject_line(data, with_limits=with_limits)
     return Page(num_rows, num_columns, title=row.title_of(data), subtitle=subtitle, notes=notes, **size)
 
 
 def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
-    """The iterations, ranks and dtypes, how many tensors and values, and against which limits they count."""
+    """The iterations, ranks, types, and numbers of tensors and values; if `with_limits`, also the limits that apply."""
     spans = []
     for field in ("iteration", "rank"):
         values = data.values_of(field)
@@ -144,7 +145,7 @@ def subject_line(data: PlotData, *, with_limits: bool = True) -> str:
 
 
 def _short_count(number: float) -> str:
-    """A count with three digits."""
+    """A count with three significant digits and a unit prefix; counts below 10,000 in full."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.3g} {unit}"

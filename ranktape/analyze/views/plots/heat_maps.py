@@ -1,8 +1,7 @@
 """Draws heat maps: layers against ranks, iterations, samples or binades, and modules against recipes.
 
-Cells of which nothing is known, zeros, infinities and NaN have colours of their own, so that the scale is left to the
-rest. Where there are more rows or columns than can be seen, neighbours are drawn as one, with the metric that stands
-out most.
+Cells without data, zeros, infinities and NaN have colours of their own, which the colour scale does not contain. If
+there are too many rows or columns, neighbours are combined into one, with the most extreme of their metrics.
 """
 
 from __future__ import annotations
@@ -59,28 +58,28 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.table import Plot
 
 MAX_ROWS, MAX_COLUMNS = 160, 256
-"""Rows and columns that are drawn: of more, neighbours are one."""
+"""The largest numbers of rows and columns that are drawn. If there are more, neighbours are combined."""
 
 MAX_WRITTEN_ROWS, MAX_WRITTEN_COLUMNS = 48, 8
-"""Rows and columns up to which the metrics are written into the cells."""
+"""The largest numbers of rows and columns with metrics written into the cells."""
 
 MAX_MODULES = 48
-"""Modules that have a row each: of more a row is a layer."""
+"""The largest number of modules with a row each. If there are more, each row is a layer."""
 
 ROW_INCHES, LETTER_INCHES = 0.2, 0.075
-"""Height of a row with a name, and width of a letter, roughly."""
+"""The approximate height of a row with a name, and width of a letter, in inches."""
 
 MIN_CORNER_POINTS = 20
-"""Size of a cell from which the mark of NaN stands above the number in it, and not in the middle."""
+"""The size of a cell, in points, above which the mark for NaN is above the number instead of in the middle."""
 
 OUTSIDE = "outside"
-"""What the row of all that is outside of the stack is called."""
+"""The name of the row for tensors outside of the layer stack."""
 
 
 class Scale(NamedTuple):
-    """What the colours of a heat map mean, and what stands beside them.
+    """The meaning of the colours of a heat map, and the label of the colour bar.
 
-    `share` of a whole, `magnitude`, `factor`, as its log2, or `decibel`, a ratio.
+    The kind is `share`, `magnitude`, `factor` (as its base-2 logarithm), or `decibel` (a ratio).
     """
 
     kind: str
@@ -88,29 +87,29 @@ class Scale(NamedTuple):
 
     @property
     def is_log(self) -> bool:
-        """Whether values are placed by their logarithms; zero and infinity have colours of their own then."""
+        """Whether the scale is logarithmic; zero and infinity have colours of their own then."""
         return self.kind in {"share", "magnitude"}
 
     def logs(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values as they are placed among the colours."""
+        """The values on the colour scale, or their logarithms."""
         if not self.is_log:
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.log10(values) if self.kind == "share" else np.log2(values))
 
     def has_color(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which values have one of the scale's colours."""
+        """Whether each value has a colour of the scale."""
         return np.isfinite(values) & (values > 0) if self.is_log else ~np.isnan(values)
 
     def norm(self, values: NDArray[np.float64]) -> Normalize:
-        """From where to where the colours go for these values."""
+        """The limits of the colour scale for these values."""
         known = self.logs(values[self.has_color(values)])
         known = known[np.isfinite(known)]
         if self.kind == "factor":
             reach = max(1.0, float(np.abs(known).max(initial=0.0)))
             return Normalize(-reach, reach)
         low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 0.0)
-        # Of metrics that hardly differ, a difference must not look like a large one.
+        # Has a minimum width, so that small differences do not look large.
         least = {"magnitude": 1.0, "decibel": 6.0}.get(self.kind, 0.3)
         if high - low < least:
             both = low + high
@@ -118,14 +117,14 @@ class Scale(NamedTuple):
         return Normalize(low, high)
 
     def ticks(self, norm: Normalize) -> tuple[list[float], list[str]]:
-        """Where words stand beside the colours, and which."""
+        """The positions and labels of the ticks of the colour bar."""
         low, high = norm.vmin or 0.0, norm.vmax or 0.0
         if self.kind == "decibel":
             found = MaxNLocator(8, integer=True).tick_values(low, high)
             places = [float(place) for place in found if low <= place <= high]
         else:
             places = [*map(float, powers_between(low, high, max_ticks=9))]
-            # Two powers do not say what lies between them.
+            # Fewer than three powers do not show the scale between them.
             places = places if len(places) > 2 else [low, (low + high) / 2, high]  # noqa: PLR2004
         return places, [self._word(place) for place in places]
 
@@ -137,7 +136,7 @@ class Scale(NamedTuple):
         return factor_text(int(place)) if self.kind == "factor" else power_text(int(place))
 
     def text(self, value: float) -> str:
-        """A metric as it is written into its cell."""
+        """A metric as text for its cell."""
         if self.kind == "share":
             return share_text(value)
         if self.kind == "decibel":
@@ -145,7 +144,7 @@ class Scale(NamedTuple):
         return f"{2**value:.3g} x" if self.kind == "factor" and abs(value) < 1000 else f"{value:.3g}"  # noqa: PLR2004
 
     def ink(self, value: float, norm: Normalize) -> str:
-        """The colour of letters that can be read in the cell of a metric."""
+        """A text colour that is legible on the colour of a metric."""
         if self.is_log and not (0 < value < math.inf):
             return INK
         part = float(norm(float(self.logs(np.array(value)))))
@@ -154,11 +153,11 @@ class Scale(NamedTuple):
 
     @property
     def colors(self) -> Colormap:
-        """From little to much."""
+        """The colour map, from low to high."""
         return diverging() if self.kind == "factor" else mpl.colormaps[SEQUENTIAL]
 
     def standing_out(self, values: NDArray[np.float64], starts: NDArray[np.int64], axis: int) -> NDArray[np.float64]:
-        """Of neighbours that are drawn as one the metric that stands out: the lowest ratio, else what is largest."""
+        """The metric of combined neighbours: the lowest ratio in dB, otherwise the value of largest magnitude."""
         largest, smallest = (ufunc.reduceat(values, starts, axis=axis) for ufunc in (np.fmax, np.fmin))
         return smallest if self.kind == "decibel" else np.where(-smallest > largest, smallest, largest)
 
@@ -167,31 +166,31 @@ CELLS: Mapping[str, tuple[str, Scale]] = {
     "underflow": ("underflow", Scale("share", "share of the cell's elements")),
     "absmax": ("overflow.absmax", Scale("magnitude", "largest magnitude")),
 }
-"""Metrics of heat maps: what `pooled` calls them, and what the colours mean."""
+"""The metrics of heat maps: the name in `PlotData.pooled`, and the colour scale."""
 
 
 class Grid(NamedTuple):
-    """One panel: its title, metrics (NaN where nothing is known), and the names of rows and columns."""
+    """A panel: its title, metrics (NaN if there is no data), and the names of rows and columns."""
 
     title: str
     values: NDArray[np.float64]
     rows: Sequence[str]
     columns: Sequence[str]
     nan: NDArray[np.bool_] | None = None
-    """In which cells values are NaN, which no metric shows; None for none."""
+    """Whether the tensors of each cell contain NaN, which metrics ignore; None if none does."""
 
     @property
     def has_nan(self) -> NDArray[np.bool_]:
-        """In which cells values are NaN."""
+        """Whether the tensors of each cell contain NaN."""
         return np.zeros(self.values.shape, dtype=bool) if self.nan is None else self.nan
 
     @property
     def is_unknown(self) -> NDArray[np.bool_]:
-        """In which cells nothing is known."""
+        """Whether each cell has no data."""
         return np.isnan(self.values) & ~self.has_nan
 
     def thinned(self, scale: Scale) -> Grid:
-        """The same with neighbours as one, where there are more than can be drawn."""
+        """The grid with neighbours combined, if there are more rows or columns than can be drawn."""
         found = self
         for axis, most in enumerate((MAX_ROWS, MAX_COLUMNS)):
             size = math.ceil(found.values.shape[axis] / most)
@@ -200,7 +199,7 @@ class Grid(NamedTuple):
         return found
 
     def together(self, scale: Scale, starts: NDArray[np.int64], axis: int = 0) -> Grid:
-        """The same with the rows, or columns, from each start to the next as one, under the name of the first."""
+        """The grid with the rows or columns from each start to the next combined under the name of the first."""
         names = [self.rows, self.columns]
         names[axis] = [names[axis][start] for start in starts.tolist()]
         has_nan = np.logical_or.reduceat(self.has_nan, starts, axis=axis)
@@ -208,17 +207,17 @@ class Grid(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether there is room for the metrics in the cells."""
+        """Whether metrics are written into the cells."""
         return len(self.rows) <= MAX_WRITTEN_ROWS and len(self.columns) <= MAX_WRITTEN_COLUMNS
 
     @property
     def is_upright(self) -> bool:
-        """Whether the names of columns are words, which stand upright."""
+        """Whether the names of columns are texts, which are drawn vertically."""
         return self.is_written and any(not one[:1].isdigit() for one in self.columns)
 
 
 def layer_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
-    """A metric of layers against a field of whole numbers, or against samples."""
+    """A metric of layers against an integer field, or against samples."""
     pool, scale = CELLS[metric]
     operations, rows = data.operations(), layer_names(data.values_of("layer_idx"))
     if field == "sample":
@@ -236,12 +235,12 @@ def layer_map(data: PlotData, row: Plot, *, field: str, metric: str) -> Figure:
 
 
 def layer_names(layers: Sequence[int]) -> list[str]:
-    """What rows of layers are called."""
+    """The names of rows of layers."""
     return [OUTSIDE if layer < 0 else str(layer) for layer in layers]
 
 
 def grid_of(data: PlotData, metric: str, *, field: str, operation: str) -> NDArray[np.float64]:
-    """A metric of `data.pooled` for each layer and value of a field of whole numbers."""
+    """A metric of `PlotData.pooled` for each layer and each value of an integer field."""
     num_rows, num_columns = (len(data.values_of(one)) for one in ("layer_idx", field))
     numbers = data.codes("layer_idx") * num_columns + data.codes(field)
     chosen = np.where(data.mask(operation=operation), numbers, -1)
@@ -253,7 +252,7 @@ def _nan_in(data: PlotData, field: str, operation: str) -> NDArray[np.bool_]:
 
 
 def rank_deviation(data: PlotData, row: Plot) -> Figure:
-    """Each rank against the median rank."""
+    """The absmax of each rank relative to the median rank, by layer."""
     layers, ranks = data.values_of("layer_idx"), [str(rank) for rank in data.values_of("rank")]
     has_nan = np.logical_or.reduce([_nan_in(data, "rank", one) for one in data.operations()])
     title = "all tensors that several ranks have"
@@ -264,13 +263,13 @@ def rank_deviation(data: PlotData, row: Plot) -> Figure:
 
 
 SITE_OF_RANKS = ("iteration", "microbatch", "call", "module", "operation", "phase", "tensor_name", "layer_idx")
-"""Fields that are the same for a tensor on all ranks."""
+"""The fields that identify a tensor across ranks."""
 
 
 def rank_deviations(data: PlotData, *, layers: Sequence[int]) -> NDArray[np.float64]:
-    """For each layer and rank log2 of absmax over that of the median rank: of the tensor that is farthest off.
+    """For each layer and rank, the base-2 logarithm of absmax over the median rank's, for the most extreme tensor.
 
-    NaN where no other rank has the same tensor.
+    NaN if no other rank has the same tensor.
     """
     sites, site_of = data.combined(*SITE_OF_RANKS)
     logs = np.full((len(sites), len(data.values_of("rank"))), np.nan)
@@ -292,8 +291,8 @@ SQNR = Scale("decibel", "SQNR, dB")
 def recipe_map(data: PlotData, row: Plot) -> Figure:
     """A panel for each product: modules, or layers of large models, against recipes.
 
-    A cell is the signal to noise ratio of a product of quantised operands against that of the recorded ones, over all
-    calls together: squares of products and of errors are added up. What loses nothing is infinite.
+    A cell is the signal-to-noise ratio of a product of quantised operands relative to that of the recorded operands.
+    Squares of products and errors are summed over all calls. The ratio is infinite if nothing is lost.
     """
     replayed = data.replayed
     modules = sorted(set(replayed.column("module")), key=lambda module: (natural(module), module))
@@ -303,7 +302,7 @@ def recipe_map(data: PlotData, row: Plot) -> Figure:
     grids, note = [], ""
     for product in (group.key["product"] for group in replayed.groups(["product"])):
         cells = [[groups.get((product, recipe, module)) for recipe in recipes] for module in modules]
-        # A ratio that is infinite loses nothing; of NaN alone there is none.
+        # The ratio is infinite if nothing is lost, and None if there is only NaN.
         values = [[math.nan if one is None or one.sqnr is None else one.sqnr for one in own] for own in cells]
         has_nan = [[one is not None and one.num_lost > 0 for one in own] for own in cells]
         grids.append(Grid(product, np.array(values), rows, columns, np.array(has_nan)))
@@ -311,14 +310,14 @@ def recipe_map(data: PlotData, row: Plot) -> Figure:
         grids = [_by_layer(data, grid, modules) for grid in grids]
         size = math.ceil(len(grids[0].rows) / MAX_ROWS)
         note = f"Each row is {'a layer' if size == 1 else f'{size} neighbouring layers'}: the worst module of it."
-    # What the training's own rounding costs is far above all recipes.
+    # The limits exclude the recorded products, whose ratio is far above that of all recipes.
     tried = np.stack([grid.values for grid in grids])[..., [recipe != RECORDED for recipe in recipes]]
     page = page_of(data, row, 1, len(grids), notes=[note], **size_of(grids, SQNR), sharey=True)
     return draw_heat_maps(page, grids, scale=SQNR, labels=("", ""), unit="recipes", norm=SQNR.norm(tried))
 
 
 def _by_layer(data: PlotData, grid: Grid, modules: Sequence[str]) -> Grid:
-    """One row for each layer, of its worst module."""
+    """The grid with a row for each layer, which shows its worst module."""
     layer_of = dict(zip(data.records.column("module").tolist(), places_of(data.records), strict=True))
     found = [layer_of[module] for module in modules]
     order = sorted(range(len(found)), key=lambda index: found[index])
@@ -328,11 +327,11 @@ def _by_layer(data: PlotData, grid: Grid, modules: Sequence[str]) -> Grid:
 
 
 def size_of(grids: Sequence[Grid], scale: Scale) -> dict[str, Any]:
-    """Inches of panels side by side for grids of so many cells."""
+    """The size of each of the panels side by side, in inches."""
     drawn = [grid.thinned(scale) for grid in grids]
     first = drawn[0]
     num_rows, num_columns = (max(grid.values.shape[axis] for grid in drawn) for axis in (0, 1))
-    # The names of rows stand beside the first panel, the colours beside the last one.
+    # The names of rows are to the left of the first panel, the colour bar to the right of the last one.
     beside = LETTER_INCHES * max(len(one) for one in (*first.rows, OUTSIDE)) + 0.4
     below = LETTER_INCHES * max(len(one) for one in first.columns) if first.is_upright else 0.0
     if first.is_written:
@@ -341,7 +340,7 @@ def size_of(grids: Sequence[Grid], scale: Scale) -> dict[str, Any]:
         height, most = 0.7 + ROW_INCHES * num_rows, 12.0
     else:
         inside, height, most = 2.6 + 0.055 * num_columns, 1.5 + 0.075 * num_rows, 7.0
-    # The heading has room above all panels, and the words beside the colours next to them.
+    # Leaves room for the heading above all panels, and for the labels of the colour bar.
     width = max(6.4 / len(grids), inside + (beside + 0.9) / len(grids))
     return {"width": min(8.0, width), "height": min(most, max(3.0, height)) + below}
 
@@ -355,13 +354,13 @@ def draw_heat_maps(
     unit: str,
     norm: Normalize | None = None,
 ) -> Figure:
-    """Panels side by side in the same colours, from where to where `norm` says, or the metrics.
+    """Panels side by side with a common colour scale, whose limits are `norm`, or those of the metrics if None.
 
-    `labels` stand beside rows and columns; `unit` is what columns that are drawn as one are called.
+    `labels` are the labels of rows and columns; `unit` is the noun for columns that are combined.
     """
     drawn, size = [grid.thinned(scale) for grid in grids], size_of(grids, scale)
     shown = np.concatenate([grid.values.reshape(-1) for grid in drawn])
-    # Magnitudes of forward and backward have little in common: each has colours of its own.
+    # Magnitudes of forward and backward differ widely, so each panel has its own scale.
     has_own = scale.kind == "magnitude"
     norms = [norm or scale.norm(grid.values if has_own else shown) for grid in drawn]
     for index, (axes, grid, own) in enumerate(zip(page.panels[0], drawn, norms, strict=True)):
@@ -392,7 +391,7 @@ def draw_heat_maps(
 
 
 def draw_cells(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize, extent: Any = None) -> None:
-    """The cells: first those with colours of their own, then the others."""
+    """Draw the cells: first those with special colours, then the others."""
     place: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "upper", "extent": extent}
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
@@ -402,12 +401,12 @@ def draw_cells(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize, extent:
     special = np.full(values.shape, np.nan)
     if scale.is_log:
         special = np.where(np.isinf(values), 1.0, np.where(values == 0, 0.0, np.nan))
-    # Where all values are NaN, the metric is not known; where some are, a mark stands in the cell.
+    # A cell in which all values are NaN has no metric; a cell with some NaN gets a mark.
     is_nan = grid.has_nan & np.isnan(values)
     special[is_nan] = 2.0
     own = ListedColormap([ZERO_COLOR, INFINITE_COLOR, NAN_COLOR])
     axes.imshow(np.ma.masked_invalid(special), cmap=own, vmin=0, vmax=2, **place)
-    # What loses nothing is as good as the best: infinite is no alarm among ratios.
+    # An infinite ratio is drawn like the best one, since it is not a problem.
     placed = np.minimum(values, norm.vmax or 0.0) if scale.kind == "decibel" else scale.logs(values)
     axes.imshow(np.ma.masked_where(~scale.has_color(values) | is_nan, placed), cmap=scale.colors, norm=norm, **place)
     rows, columns = np.nonzero(grid.has_nan & ~is_nan)
@@ -420,8 +419,8 @@ def draw_cells(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize, extent:
 
 
 def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, scale: Scale) -> None:
-    """The colours and what they mean, right of the panels."""
-    # As long as the panels are high.
+    """Draw the colour bar to the right of the panels."""
+    # Makes it as high as the panels.
     aspect = 8 * panels[0].get_window_extent().height / figure.dpi
     mappable = ScalarMappable(norm=norm, cmap=scale.colors)
     bar = figure.colorbar(mappable, ax=list(panels), pad=0.02, fraction=0.05, aspect=aspect)
@@ -431,7 +430,7 @@ def add_colorbar(figure: Figure, panels: Sequence[Axes], *, norm: Normalize, sca
 
 
 def special_handles(grids: Sequence[Grid], scale: Scale, *, zero: str = "exactly 0") -> list[Any]:
-    """Entries of the legend for the colours beside the scale that occur."""
+    """Legend entries for the special colours that occur."""
 
     def occurs(is_so: Callable[[Grid], Any]) -> bool:
         return any(is_so(grid).any() for grid in grids)
@@ -456,8 +455,8 @@ def special_handles(grids: Sequence[Grid], scale: Scale, *, zero: str = "exactly
 
 
 def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
-    """Names of some rows, as many as fit into so many inches."""
-    # The first row stands for itself where it is outside of the stack.
+    """Label as many rows as fit into the height, in inches."""
+    # The row for tensors outside of the stack is always labelled.
     extra = [0] if len(names) > 1 and names[0] == OUTSIDE else []
     places, shown = thinned(names[len(extra) :], max_names=max(2, int(height / ROW_INCHES)))
     named = {place + len(extra): one for place, one in zip(places, shown, strict=True)}
@@ -468,7 +467,7 @@ def _name_rows(axes: Axes, names: Sequence[str], *, height: float) -> None:
 
 
 def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> None:
-    """The metrics themselves."""
+    """Write the metrics into the cells."""
     for (row, column), value in np.ndenumerate(grid.values):
         place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_SIZE - 1}
         if math.isnan(value) and grid.has_nan[row, column]:
@@ -478,7 +477,7 @@ def _write_metrics(axes: Axes, grid: Grid, *, scale: Scale, norm: Normalize) -> 
 
 
 def binade_map(data: PlotData, row: Plot) -> Figure:
-    """For each layer the part of its values in each binade, and below what formats reach."""
+    """For each layer, the share of its values in each binade, with the ranges of formats below."""
     names, operations = layer_names(data.values_of("layer_idx")), data.operations()
     height = min(4.5, max(2.4, 1.2 + 0.09 * len(names)))
     ratios: dict[str, Any] = {"height_ratios": (height, 2.3), "sharex": "col"}

@@ -1,4 +1,4 @@
-"""Draws how metrics move along layers, iterations or samples: one panel for each metric, one line for each group."""
+"""Draws metrics along layers, iterations or samples: a panel for each metric, a line for each group."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.table import Plot
 
 MAX_MARKS, MAX_THICK = 40, 200
-"""Points along an axis up to which marks do not run together, and lines are thick."""
+"""The largest numbers of points along an axis with markers, and with thick lines."""
 
 WORST: dict[str, Any] = {"linestyle": ":", "linewidth": 1.2, "marker": "o", "markersize": 2}
-"""How the line of the worst tensors looks."""
+"""The style of the lines of the worst tensors."""
 
 MANY_ZEROS = 0.1
-"""Part of the elements of a layer from which zeros have a panel: what was cast to a narrow format is zero, and does not
-underflow any more."""
+"""The share of zeros in a layer from which zeros have a panel: values that were flushed in a cast are zeros, and do not
+count as underflow."""
 
 
 class LinePanel(NamedTuple):
-    """One metric of `PlotData.pooled`, and how its axis is divided: as `magnitude`, `share` or `number`."""
+    """A panel with a metric of `PlotData.pooled`; its axis is for a `magnitude`, a `share` or a `number`."""
 
     metric: str
     title: str
@@ -55,7 +55,7 @@ class LinePanel(NamedTuple):
     has_limits: bool = False
 
     def scale(self, axes: Axes, values: NDArray[np.float64]) -> None:
-        """Divide the vertical axis, and say what there is nothing of."""
+        """Scale the vertical axis, with a note if there are no values."""
         known = values[np.isfinite(values)]
         if self.kind == "share":
             scale_shares(axes, "y", known)
@@ -72,7 +72,7 @@ class LinePanel(NamedTuple):
             mark_limits(axes, "y", min_distance=0.12)
 
     def drawn(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values as they are placed along the axis."""
+        """The values as drawn: base-2 logarithms of magnitudes."""
         if self.kind != "magnitude":
             return values
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -95,13 +95,13 @@ PANELS = {
     ),
     "overflow": (OVERFLOW, UNDERFLOW, FLUSHED, ZEROS),
 }
-"""Names that rows of the table choose from. `overflow` has a column for each operation, and lines of worst tensors."""
+"""The panels that rows of the table choose by name. `overflow` has a column for each operation, and worst tensors."""
 
 
 def lines(data: PlotData, row: Plot, *, field: str, panels: str) -> Figure:
-    """Metrics of each group along a field of whole numbers.
+    """Metrics of each group along an integer field.
 
-    A point is of all records of the group there together; a dotted one is the worst tensor among them.
+    A point combines all records of the group at one value; dotted lines show the worst tensor among them.
     """
     groups, note = groups_of(data, row)
     if panels == "overflow":
@@ -121,7 +121,7 @@ def lines(data: PlotData, row: Plot, *, field: str, panels: str) -> Figure:
 
 
 def _by_operation(data: PlotData, row: Plot, groups: Sequence[Group], *, field: str, note: str) -> Figure:
-    """One row of panels for each share, one column for each operation, with the worst tensor of each group."""
+    """A row of panels for each share, a column for each operation, and lines of the worst tensor of each group."""
     operations, num_places = data.operations(), len(data.values_of(field))
     parts = [
         [replace(group, mask=group.mask & data.mask(operation=operation)) for group in groups]
@@ -159,7 +159,7 @@ def _by_operation(data: PlotData, row: Plot, groups: Sequence[Group], *, field: 
 
 
 def _scale_along(axes: Axes, data: PlotData, field: str, *, is_labelled: bool) -> None:
-    """Divide the horizontal axis, along which the values of a field lie."""
+    """Scale the horizontal axis for the values of a field."""
     if field == "layer_idx":
         scale_layers(axes, data.values_of(field), is_labelled=is_labelled)
     else:
@@ -168,7 +168,7 @@ def _scale_along(axes: Axes, data: PlotData, field: str, *, is_labelled: bool) -
 
 
 def _draw_along(axes: Axes, data: PlotData, field: str, values: NDArray[np.float64], **style: Any) -> None:
-    """A line through the values that are known, one for each value of the field."""
+    """Draw a line through the finite values, one for each value of the field."""
     known, places = np.isfinite(values), data.values_of(field)
     kept = [place for place, is_known in zip(places, known.tolist(), strict=True) if is_known]
     if kept:
@@ -178,13 +178,13 @@ def _draw_along(axes: Axes, data: PlotData, field: str, values: NDArray[np.float
 
 
 def line_values(data: PlotData, group: Group, metric: str, *, field: str) -> NDArray[np.float64]:
-    """The metric of all records of the group together at each value of the field; NaN where there is none."""
+    """The combined metric of the group's records at each value of the field; NaN if there is none."""
     numbers = np.where(group.mask, data.codes(field), -1)
     return data.pooled(metric, numbers, num_groups=len(data.values_of(field)))
 
 
 def _style(group: Group, values: NDArray[np.float64]) -> dict[str, Any]:
-    """How the line of a group looks: later ones are finer, so that one that covers another does not hide it."""
+    """The style of a group's line: later ones are finer, so that they do not hide the lines below."""
     num_points = int(np.isfinite(values).sum())
     mark: dict[str, Any] = {"marker": group.mark, "markersize": max(2.5, 6.5 - 0.7 * group.index)}
     fineness = max(1.0, 2.2 - 0.25 * group.index) if num_points <= MAX_THICK else 0.8
@@ -192,11 +192,11 @@ def _style(group: Group, values: NDArray[np.float64]) -> dict[str, Any]:
 
 
 def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
-    """Factors from each layer to the next, of deviation and absmax, and the distance of the shares of binades."""
+    """Factors of standard deviation and absmax from each layer to the next, and the distance of their distributions."""
     groups, _ = group_by(data, "operation")
     page = page_of(data, row, 3, 1, width=9.6, height=2.3)
     layers = [layer for layer in data.values_of("layer_idx") if layer >= 0]
-    # The first layer of another stack does not follow the last one of this.
+    # The first layer of a stack does not follow the last layer of another stack.
     is_next = np.array([one.stack == other.stack for one, other in itertools.pairwise(layers)], dtype=bool)
 
     def draw(axes: Axes, title: str, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -212,7 +212,7 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
         scale_factors(axes, draw(axes, f"{words} over that of the layer before", [*map(_steps, found)]).reshape(-1))
         scale_layers(axes, layers[1:], is_labelled=False)
     axes = page.panels[2, 0]
-    # The part that would have to move to another binade from each layer to the next, zeros being one.
+    # The share of values that change their binade from each layer to the next, with zeros as a binade.
     shares = (data.binade_shares(one, with_zeros=True)[-len(layers) :] for one in data.operations())
     distances = [np.abs(np.diff(one, axis=0)).sum(axis=1) / 2 for one in shares]
     draw(axes, "share of values that lie in another binade than in the layer before", distances)
@@ -224,14 +224,14 @@ def neighbouring_layers(data: PlotData, row: Plot) -> Figure:
 
 
 def _steps(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """log2 of each value over the one before; NaN where either is not known, zero or infinite."""
+    """The base-2 logarithm of each value over the one before; NaN if either is NaN, zero or infinite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log2(values)
         return np.diff(np.where(np.isfinite(logs), logs, np.nan))
 
 
 def sample_differences(data: PlotData, row: Plot) -> Figure:
-    """For each operation and sample a point at the mean factor over the median sample, and a line from end to end."""
+    """For each operation and sample, the mean factor over the median sample as a point, and the range as a line."""
     found = [(operation, data.samples.ratios(operation)) for operation in data.operations()]
     ratios = [(operation, one) for operation, one in found if not np.isnan(one).all()] or found[:1]
     names, label = data.samples.labels()

@@ -1,8 +1,8 @@
-"""The look of all plots: colours, letters and sizes, and where headings and legends stand.
+"""The style of all plots: colours, fonts and sizes, and the layout of headings and legends.
 
-From top to bottom, a plot is a title, a line about the selection, panels, a legend and notes. The panels have the size
-that was asked for, and the plot grows with what stands above and below them. No global state of matplotlib is touched,
-so that plots can be drawn from any thread and any notebook.
+From top to bottom, a plot consists of a title, a line about the selection, panels, a legend and notes. The panels have
+the requested size; the plot grows with the rest. Plots do not change global state of matplotlib, so they can be drawn
+in any thread and any notebook.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ DASHES: tuple[Any, ...] = (
     (0, (4, 1, 4, 1, 1, 1)),
 )
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo", "+++")
-"""A group's second cue beside its colour, for those who print in grey."""
+"""The hatches of groups, which distinguish them without colours, for example in grey prints."""
 
 MAX_GROUPS = len(COLORS)
-"""Groups that one panel can tell apart."""
+"""The largest number of groups that are distinct in a panel."""
 
 SEQUENTIAL = "viridis"
-"""Colour map of what grows from little to much: as light as it is large in any colour vision, and nowhere grey."""
+"""The colour map of sequential scales: lightness grows with the value for any colour vision, and no colour is grey."""
 
 FALLBACKS = (
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Source Han Sans SC"),
     *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC", "Arial Unicode MS"),
 )
-"""Fonts with the letters of Chinese, Japanese and Korean, of which those that are installed are used."""
+"""Fonts with Chinese, Japanese and Korean letters; those that are installed are used."""
 
 FORMS = ("png", "svg", "pdf")
-"""What a plot can be written as."""
+"""The file formats of plots."""
 
 TITLE_SIZE, PANEL_SIZE, TEXT_SIZE, SMALL_SIZE = 13.0, 10.5, 9.0, 8.0
-"""Of letters, in points."""
+"""The font sizes, in points."""
 
 INK, PALE_INK = "0.15", "0.4"
-"""Of what is read first, and of what is read second."""
+"""The colours of primary and of secondary text."""
 
 SAVED_DPI = 150
-"""Dots for each inch of a file."""
+"""The resolution of files, in dots per inch."""
 
 COMPRESSION = 2
-"""Of PNG, from 0 to 9: the usual 6 takes several times as long for files of about the same size."""
+"""The compression level of PNG, from 0 to 9. The default, 6, takes several times as long for about the same size."""
 
 PAD_INCHES = 0.12
-"""Around and between heading, panels, legend and notes."""
+"""The padding around and between heading, panels, legend and notes."""
 
 
 class Page:
-    """A plot in the making: its panels, a title that says what is shown, on which tensors, a legend, and notes."""
+    """A plot that is being drawn: its panels, title, subtitle about the tensors, legend, and notes."""
 
     def __init__(
         self,
@@ -89,24 +89,24 @@ class Page:
         notes: Iterable[str] = (),
         **grid: Any,
     ) -> None:
-        """Panels of so many inches, which hold what stands beside the axes too; `grid` is for `Figure.subplots`.
+        """Create panels of a size in inches that includes the labels of axes; `grid` is passed to `Figure.subplots`.
 
-        Lines of the subtitle are kept, and wrapped where they are too long; notes say how to read it.
+        Lines of the subtitle are wrapped if they are too long; notes explain the plot.
         """
         self.figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained", dpi=100)
         FigureCanvasAgg(self.figure)
         self.panels: NDArray[Any] = self.figure.subplots(num_rows, num_columns, squeeze=False, **grid)
-        """By row and column."""
+        """The panels by row and column."""
         for axes in self.panels.flat:
             dress(axes)
         self.title, self.subtitle = title, subtitle
         self.notes = list(filter(None, notes))
-        """Below the panels."""
+        """The notes below the panels."""
         self.handles: list[Artist] = []
-        """Entries of the legend."""
+        """The entries of the legend."""
 
     def finish(self) -> Figure:
-        """Put the heading above the panels, the legend and the notes below, and make room for them."""
+        """Add the heading above the panels and the legend and notes below, with room for them; returns the figure."""
         figure = self.figure
         width, panels_height = figure.get_size_inches().tolist()
         above = self._texts(self.title, width=width, size=TITLE_SIZE, max_lines=2, weight="bold", color=INK)
@@ -115,7 +115,7 @@ class Page:
         below = [text for note in self.notes for text in self._texts(note, width=width, size=SMALL_SIZE, max_lines=3)]
         top, bottom = (sum(_line_height(text) for text in some) + PAD_INCHES * bool(some) for some in (above, below))
         legend = _legend(figure, self.handles, width=width) if self.handles else None
-        # As tall as it is drawn, which letters of other writings change.
+        # Measures the drawn height, which depends on the scripts of the labels.
         legend_height = 0.0 if legend is None else legend.get_window_extent().height / figure.dpi
         height = panels_height + top + bottom + legend_height
         figure.set_size_inches(width, height)
@@ -136,7 +136,7 @@ class Page:
     def _texts(
         self, text: str, *, width: float, size: float, max_lines: int, weight: str = "normal", color: str = PALE_INK
     ) -> list[Text]:
-        """The lines of a text, which stand where the panels are not; what does not fit is cut off."""
+        """Add the lines of a text outside of the panels' layout; text beyond `max_lines` is cut off."""
         lines = wrapped(text, width=width - 2 * PAD_INCHES, size=size, max_lines=max_lines, weight=weight)
         style: dict[str, Any] = {"fontsize": size, "fontweight": weight, "color": color, "ha": "left", "va": "top"}
         texts = [self.figure.text(0, 0, line, **style) for line in lines]
@@ -150,7 +150,7 @@ def _line_height(text: Text) -> float:
 
 
 def dress(axes: Axes) -> None:
-    """The frame and the letters of a panel."""
+    """Set the frame, ticks and grid of a panel."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=SMALL_SIZE, color=PALE_INK)
     axes.set_axisbelow(True)
@@ -158,7 +158,7 @@ def dress(axes: Axes) -> None:
 
 
 def name(axes: Axes, *, title: str | None = None, x: str | None = None, y: str | None = None, pad: int = 6) -> None:
-    """What a panel shows, and what its axes are."""
+    """Set the title and axis labels of a panel."""
     if title is not None:
         axes.set_title(title, fontsize=PANEL_SIZE, pad=pad)
     if x is not None:
@@ -168,7 +168,7 @@ def name(axes: Axes, *, title: str | None = None, x: str | None = None, y: str |
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legend:
-    """Below the panels, in as many columns as fit."""
+    """The legend below the panels, in as many columns as fit."""
     room = (width - 2 * PAD_INCHES) * figure.dpi
     fewest: Legend | None = None
     for num_columns in range(min(len(handles), 6), 0, -1):
@@ -186,23 +186,23 @@ def _legend(figure: Figure, handles: Sequence[Artist], *, width: float) -> Legen
 
 
 def say(axes: Axes, text: str) -> None:
-    """Say in the middle of a panel that there is nothing in it, and why."""
+    """Write a text, such as the reason why a panel is empty, into its middle."""
     frame = {"facecolor": "white", "edgecolor": "none", "pad": 3}
     place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
     axes.text(0.5, 0.5, text, color=PALE_INK, fontsize=TEXT_SIZE, bbox=frame, **place)
 
 
 def empty(axes: Axes, text: str) -> None:
-    """A panel that holds nothing but the reason."""
+    """Make a panel empty except for the reason."""
     axes.set(xticks=[], yticks=[])
     axes.grid(visible=False)
     say(axes, text)
 
 
 def plain(text: object, *, max_letters: int = 40) -> str:
-    """What a stranger wrote, as a plot shows it: one line, no formula, the middle of what is too long cut out.
+    """Text from an untrusted source for a plot: one line, without formulas, with the middle cut out if it is too long.
 
-    Letters that no installed font has (`FALLBACKS`) are shown by their number. The ends of names tell tensors apart.
+    Both ends are shown, since they distinguish tensors. Letters that no installed font has are shown as escapes.
     """
     letters = "".join(letter if letter.isprintable() else " " for letter in str(text)).strip() or "(empty)"
     known = _letters()
@@ -215,9 +215,9 @@ def plain(text: object, *, max_letters: int = 40) -> str:
 
 
 def key(artist: Artist, label: str) -> Artist:
-    """The artist as an entry of a legend; matplotlib hides labels that begin with an underscore, a space it does not.
+    """The artist as a legend entry. The label is already `plain`.
 
-    The label is `plain` already.
+    A space is put before it, since matplotlib hides labels that start with an underscore.
     """
     artist.set_label(f" {label}")
     return artist
@@ -225,7 +225,7 @@ def key(artist: Artist, label: str) -> Artist:
 
 @functools.cache
 def families() -> tuple[str, ...]:
-    """The font of matplotlib, then what is installed for the letters that it does not have."""
+    """The default font of matplotlib, then the installed fallbacks for letters that it lacks."""
     installed = set(get_font_names())
     return (*FontProperties().get_family(), *(name for name in FALLBACKS if name in installed))
 
@@ -237,28 +237,28 @@ def _letters() -> frozenset[int]:
 
 
 def _draw_all_letters(artist: Artist) -> None:
-    """Have every text take letters that the first font lacks from the next one; no global state is touched."""
+    """Set the fallback fonts of every text, without changing global state."""
     if families() == tuple(FontProperties().get_family()):
         return
     own = get_font(findfont(FontProperties())).get_charmap()
     for text in artist.findobj(Text):
-        # The letters of an axis come when it is drawn; of bold ones matplotlib says that other fonts have none.
+        # Tick labels get their text only when drawn. For bold text, matplotlib warns if a fallback has no bold font.
         is_known = all(ord(letter) in own for letter in text.get_text() if letter.isprintable())
         if not (is_known and text.get_fontweight() == "bold"):
             text.set_fontfamily(list(families()))
 
 
 def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str = "normal") -> list[str]:
-    """Lines that are no wider than so many inches in letters of that size, broken between words where that is enough.
+    """Wrap a text into lines of at most `width` inches at a font size, between words if possible.
 
-    What does not fit into `max_lines` is cut off, and "..." says so.
+    Text beyond `max_lines` is replaced by "...".
     """
     paths = [
         findfont(FontProperties(weight=weight)),
         *(findfont(FontProperties(family=[name])) for name in families()[1:]),
     ]
     font = get_font(paths)
-    # Letters are a little wider in a plot, where each begins at a whole pixel.
+    # Letters are slightly wider in a plot, where each starts at a whole pixel.
     room = 0.97 * width * 72
 
     def is_narrow(line: str) -> bool:
@@ -287,16 +287,16 @@ def wrapped(text: str, *, width: float, size: float, max_lines: int, weight: str
 
 
 def diverging() -> Colormap:
-    """Blue below, orange above, nearly white between: for differences, whose middle is no difference."""
+    """The colour map for differences: blue for negative, nearly white for no difference, orange for positive."""
     return LinearSegmentedColormap.from_list("blue_orange", DIVERGING)
 
 
 def plot_bytes(figure: Figure, *, form: str = "png") -> bytes:
-    """The plot as the bytes of a file; the same data give the same bytes."""
+    """The bytes of the plot's file; the same data give the same bytes."""
     stream = io.BytesIO()
     metadata: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
     if form == "png":
-        # `savefig` draws twice: first to lay it out.
+        # `savefig` would draw twice, first for the layout.
         figure.set_dpi(SAVED_DPI)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()  # type: ignore[no-untyped-call]  # it has no types

@@ -1,7 +1,7 @@
-"""The one table of plots: their names, titles and folders, what each needs, and how it is drawn.
+"""The table of all plots: their names, titles and folders, their requirements, and how they are drawn.
 
-To add a plot, add a row; one that is drawn in a new way names a new function in a module of this folder. Nothing that
-takes long is imported here: the help of the command names all plots.
+To add a plot, add a row. A new kind of plot also needs a function in a module of this folder. Slow modules are not
+imported here, since the help of the command lists all plots.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from ranktape.analyze.views.plots.data import PlotData
 
 Need = Callable[["PlotData"], str]
-"""Gives the reason why a plot cannot be drawn of a selection, or "". Reads the catalogue alone."""
+"""Gives the reason why a plot cannot be drawn for a selection, or "". Only reads the catalogue."""
 
 DEFAULT_RECIPES = "mxfp8,mxfp4,nvfp4"
-"""Recipes of the plots of recipes where none is named: those that hardware has."""
+"""The default recipes: those that hardware supports."""
 
 COLUMN_FIELDS = ("iteration", "rank", "microbatch", "call", "batch_size")
-"""Fields of whole numbers, whose values may be the columns of a heat map of layers."""
+"""The integer fields whose values can be the columns of a heat map of layers."""
 
 GROUPED = frozenset({"distributions.distributions", "bars.boxes", "bars.loss_bars"})
-"""Functions that draw one thing for each group: two plots of the same groups would show the same."""
+"""The functions whose result depends only on the groups: two plots with the same groups show the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """One plot that can be drawn of a run."""
+    """A plot that can be drawn of a run."""
 
     function: str
-    """The module and the function that draw it: called with a selection, this row and its options."""
+    """Module and name of the function that draws it, called with a selection, this row and its options."""
     by: tuple[str, ...]
-    """The fields whose values make its groups."""
+    """The fields whose values define its groups."""
     of: Mapping[str, Any] | Callable[[PlotData], Mapping[str, Any]]
-    """The values that its records have in some fields."""
+    """The field values of its records."""
     needs: tuple[Need, ...]
-    """What it needs that a selection may not have."""
+    """The requirements for a selection."""
     reads_values: bool = False
-    """Whether it reads tensors itself, beside what is known of all records."""
+    """Whether it reads tensors itself, in addition to the data of all records."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the function."""
     title: str = ""
-    """Above the plot."""
+    """Title above the plot."""
     sentence: str = ""
-    """What it shows, for the index."""
+    """Description for the index."""
     name: str = ""
     """The choice of `--kind`, and the name of the file."""
     folder: str = ""
@@ -60,38 +60,38 @@ class Plot:
 
     @property
     def path(self) -> str:
-        """The path of its PNG, under the folder that is written."""
+        """The path of its PNG file, relative to the output folder."""
         return f"{self.folder}/{self.name}.png"
 
     def draw(self, data: PlotData) -> Figure:
-        """The plot of a selection that has what it needs."""
+        """The plot of a selection that meets its requirements."""
         module, _, function = self.function.partition(".")
         drawing = importlib.import_module(f"ranktape.analyze.views.plots.{module}")
         figure: Figure = getattr(drawing, function)(data, self, **self.options)
         return figure
 
     def missing(self, data: PlotData) -> str:
-        """The reason why it cannot be drawn of a selection, or "". Nothing is read."""
+        """The reason why it cannot be drawn for a selection, or "". No values are read."""
         needs = self.needs or ((several(self.by[0]),) if self.function in GROUPED else ())
         return next(filter(None, (need(data) for need in needs)), "")
 
     def content(self, data: PlotData) -> Hashable:
-        """Equal for plots that show the same under other names; None where no other plot can. Nothing is read."""
+        """A key that is equal for plots that show the same; None if no other plot can. No values are read."""
         if self.function not in GROUPED or self.options or callable(self.of):
             return None
         return self.function, data.partition(*self.by, **self.of)
 
     def chosen(self, data: PlotData) -> Mapping[str, Any]:
-        """The values that its records have in some fields of a selection."""
+        """The field values of its records in a selection."""
         return self.of(data) if callable(self.of) else self.of
 
     def title_of(self, data: PlotData) -> str:
-        """Its title above a selection; one of two quant types names them."""
+        """Its title for a selection; the title of a plot of two quant types names them."""
         types = data.two_quant_types() if self.of is of_two_types else None
         return self.title if types is None else f"{self.title}: {_plain(types[0])} and {_plain(types[1])}"
 
     def grouped_by(self, fields: Sequence[str]) -> Plot:
-        """The same plot of groups by other fields; a heat map has one field, whose values are its columns.
+        """The plot with groups by other fields; for a heat map, a single field whose values are its columns.
 
         Raises:
             UsageError: the plot has no groups, or cannot be grouped by these fields.
@@ -113,7 +113,7 @@ class Plot:
         return replace(self, title=about, by=tuple(fields), needs=(several(fields[0]), *self.needs))
 
     def says(self, title: str, sentence: str) -> Plot:
-        """The same with a title, and a sentence for the index."""
+        """The plot with a title, and a description for the index."""
         return replace(self, title=title, sentence=sentence)
 
 
@@ -125,17 +125,17 @@ def plot(
     reads_values: bool = False,
     **options: Any,
 ) -> Plot:
-    """A row of the table; a plot of groups needs two values of the first field where nothing else is said."""
+    """A row of the table; see `Plot.missing` for the requirement if `needs` is empty."""
     return Plot(function=function, by=by, of=of or {}, needs=needs, reads_values=reads_values, options=options)
 
 
 def has(reason: str, **fields: Any) -> Need:
-    """A record must have those values in its fields."""
+    """Require a record with these values in its fields."""
     return lambda data: "" if data.mask(**fields).any() else reason
 
 
 def several(field: str) -> Need:
-    """The field must have two values at least; a value that is not known does not count."""
+    """Require at least two values of the field; None does not count."""
 
     def need(data: PlotData) -> str:
         values = [value for value in data.values_of(field) if value is not None] or [None]
@@ -145,7 +145,7 @@ def several(field: str) -> Need:
 
 
 def several_samples(data: PlotData) -> str:
-    """Tensors with samples, with their values; or samples of several ranks."""
+    """Require at least two samples, by name and rank, of tensors with stored values."""
     found = data.kept_samples()
     if not found:
         return "no tensor has samples whose values were kept"
@@ -153,20 +153,20 @@ def several_samples(data: PlotData) -> str:
 
 
 def several_backward(data: PlotData) -> str:
-    """Backward of two layer types."""
+    """Require backward records of at least two layer types."""
     found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
     return "" if len(found) > 1 else f"backward is of one layer type: {_plain(found.pop())}"
 
 
 def two_types(data: PlotData) -> str:
-    """Another quant type."""
+    """Require at least two quant types."""
     if data.two_quant_types() is not None:
         return ""
     return f"there is one quant type, {_plain(data.values_of('quant_type')[0])}: nothing to compare it with"
 
 
 def matched_pairs(data: PlotData) -> str:
-    """Tensors that were recorded in both quant types, with their values."""
+    """Require tensors with stored values in both quant types."""
     types = data.two_quant_types()
     if types is None or data.matched(types):
         return ""
@@ -174,18 +174,18 @@ def matched_pairs(data: PlotData) -> str:
 
 
 def two_layers(data: PlotData) -> str:
-    """Two layers of one stack."""
+    """Require at least two layers in one stack."""
     inside = [layer.stack for layer in data.values_of("layer_idx") if layer >= 0]
     return "" if len(inside) > len(set(inside)) else "there are no two layers"
 
 
 def some_gradient(data: PlotData) -> str:
-    """Tensors that are called gradients."""
+    """Require tensors with the name of a gradient."""
     return "" if data.gradient_names() else "no tensor is a gradient: none is called grad_..."
 
 
 def a_scale(data: PlotData) -> str:
-    """A format that scales are tried for, and values."""
+    """Require a format that can use a scale, and records with more than statistics."""
     if data.target is not None and data.target.element.dtype == "float64":
         return "fp64 holds every captured value, and has no use for a scale"
     if set(data.records.column("keep").tolist()) == {"statistics"}:
@@ -194,7 +194,7 @@ def a_scale(data: PlotData) -> str:
 
 
 def a_product(data: PlotData) -> str:
-    """Recipes, and records that hold what products were computed from."""
+    """Require recipes, and records of a single source that contain the operands of a product."""
     if not data.recipes:
         return f"no recipe was named: --recipe {DEFAULT_RECIPES} computes products again"
     if len(data.records.sources) > 1:
@@ -224,7 +224,7 @@ IN_BF16: Mapping[str, Any] = {
     "of": {"quant_type": ["bf16"]},
     "needs": (has("no tensor is of the quant type bf16", quant_type=["bf16"]),),
 }
-"""The plots of BF16 are of that quant type: tensors of other ones may be held in bfloat16, too."""
+"""The selection of the BF16 plots, by quant type, since tensors of other quant types can have dtype bfloat16, too."""
 
 ATTENTION = has("no tensor is of attention", layer_type="attention")
 LINEAR = has("no tensor is of a linear layer", layer_type="linear")
@@ -237,7 +237,7 @@ _OF_CELLS = {
 }
 
 REPLAYED = "replay_analysis"
-"""The folder of the plots that compute products again."""
+"""The folder of plots of products that are computed again."""
 
 _BY_FOLDER = {
     "distributions": {
@@ -413,14 +413,14 @@ _BY_FOLDER = {
     },
 }
 FOLDERS = tuple(_BY_FOLDER)
-"""The folders of the legacy tool, in its order, and one of ours."""
+"""The folders of the legacy tool, in its order, and `REPLAYED`."""
 
 _ORDER = ("overflow_analysis", "heatmaps", "distributions", "statistics", *_BY_FOLDER)
-"""The order in which folders are drawn: of plots that show the same, the last one is kept."""
+"""The order in which folders are drawn. The last one of several plots that show the same is drawn."""
 
 PLOTS = {
     name: replace(row, name=name, folder=folder)
     for folder in dict.fromkeys(_ORDER)
     for name, row in _BY_FOLDER[folder].items()
 }
-"""Every plot by its name."""
+"""All plots by name."""

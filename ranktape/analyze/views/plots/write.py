@@ -1,4 +1,4 @@
-"""Writes a plot into its file, or many of a selection into their folders with an index."""
+"""Writes one plot into a file, or all plots of a selection into folders with an index."""
 
 from __future__ import annotations
 
@@ -34,20 +34,24 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 INDEX, README = "index.json", "README.txt"
-"""What lists the plots, for programs and for people."""
+"""The files that list the plots, for programs and for people."""
 
 OLDER = "; the file of that name is older, and not of this selection"
-"""What the index adds about a plot that is left out, where a file has its name."""
+"""The text in the index for a plot that is left out, if a file with its name exists."""
 
 MAX_PROCESSES, MIN_SHARE = 4, 3
-"""Processes at most that draw plots, and plots at least for each of them."""
+"""The largest number of processes that draw plots, and the smallest number of plots for each."""
 
 OTHER_FORMS = ("jpg", "jpeg", "gif", "bmp", "tif", "tiff", "webp", "eps", "ps")
-"""Ends of names that would promise what is not written."""
+"""The suffixes of image formats that are not supported."""
 
 
 def form_of(path: Path) -> str:
-    """What is written under a name: png, unless it ends in .svg or .pdf; that another end promises more is an error."""
+    """The file format for a path: from its suffix .svg or .pdf, otherwise png.
+
+    Raises:
+        UsageError: the suffix is that of an image format that is not supported.
+    """
     end = path.suffix.lower().lstrip(".")
     if end in OTHER_FORMS:
         raise UsageError(f"--output {printable(str(path))}: no plot is written as .{end}; give .png, .svg or .pdf")
@@ -67,7 +71,8 @@ def write_one(
     """Draw one plot into a file, by default against fp8_e4m3.
 
     Raises:
-        UsageError: the selection has nothing for it.
+        NoRecordsError: no record has floating-point or complex numbers.
+        UsageError: the plot cannot be drawn for the selection, or its file format is not supported.
         StorageError: the store cannot be read, or the file cannot be written.
     """
     data = PlotData(records, target=target or default_target(records), view=view, recipes=recipes, engine=engine)
@@ -78,14 +83,14 @@ def write_one(
 
 
 class Written(NamedTuple):
-    """What became of the plots that were asked for."""
+    """The result of writing plots."""
 
     drawn: tuple[Plot, ...]
-    """Those that were written, in order."""
+    """The plots that were written, in order."""
     left_out: tuple[tuple[Plot, str], ...]
-    """Those that were not, and why."""
+    """The plots that were not written, each with the reason."""
     notes: tuple[str, ...]
-    """What else a reader must know."""
+    """Notes for the reader."""
 
 
 def write_plots(
@@ -102,18 +107,17 @@ def write_plots(
 ) -> Written:
     """Draw plots, all of them by default, into the folders of the legacy tool under `folder`, with an index.
 
-    Every record is read once; a few once more, whose values are drawn one against the other or swept; and operands, for
-    plots of `recipes`, once for each of the products that they are computed in. A plot that
-    the selection has nothing for, or that shows the same as another one, is left out. A file under the name of a plot
-    that is drawn is replaced; no other file is touched, and the index says of which names there is an older one.
-    Without a target, overflow and underflow are those of fp8_e4m3, and the plots say so. Each file appears whole or not
-    at all. `on_plot` is called with the path of each plot that was written.
+    Every record is read once. A few are read again to compare or sweep their values; for plots of `recipes`, operands
+    are read once for each product that they are used in. A plot is left out if it cannot be drawn for the selection or
+    shows the same as another one. Existing files of drawn plots are replaced, and no other plot is changed; the index
+    notes older files of plots that are left out. If `target` is None, overflow and underflow are those of fp8_e4m3, as
+    the plots say. Each file appears only once it is complete. `on_plot` is called with the path of each written plot.
 
     Raises:
-        NoRecordsError: no record holds floating-point or complex numbers.
-        StorageError: the store cannot be read, or a file cannot be written; the kind says why.
+        NoRecordsError: no record has floating-point or complex numbers.
+        StorageError: the store cannot be read, or a file cannot be written; the subclass gives the reason.
         DataError: a record's bytes are missing or damaged.
-        UsageError: of a record values were kept that are rounded already, and are to be looked at as seen.
+        UsageError: the view is of values as captured, but a record stores values that are already rounded.
     """
     data = PlotData(records, target=target or default_target(records), view=view, recipes=recipes, engine=engine)
     wanted = list(PLOTS.values()) if kinds is None else list(kinds)
@@ -139,26 +143,29 @@ def write_plots(
 
 @contextlib.contextmanager
 def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator[Callable[[Plot], object]]:
-    """Gives a function that waits until a plot is drawn: by another process, or by this one.
+    """Yield a function that draws a plot, or waits until another process has drawn it.
 
-    The processes are forks that hold the data already. Plots that read values are drawn by this process, whose
-    connections and threads no fork has.
+    The processes are forks that inherit the data. Plots that read values are drawn in this process, since forks do not
+    inherit its connections and threads.
+
+    Raises:
+        WorkersError: a process was killed.
     """
     apart = [kind for kind in kinds if not kind.reads_values]
     num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(apart) // MIN_SHARE)
     if num_processes < 2:  # noqa: PLR2004 - one process is this one
         yield lambda kind: _draw(data, kind, folder)
         return
-    _ = data.passed  # before the processes begin, for all of them
+    _ = data.passed  # computed before the fork, for all processes
     _forked.update({kind.name: functools.partial(_draw, data, kind, folder) for kind in apart})
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads: those of libraries, which the forks do not use.
+        # Python 3.12 warns about threads, but they belong to libraries that the forks do not use.
         warnings.simplefilter("ignore", DeprecationWarning)
         pool = ProcessPoolExecutor(
             num_processes,
             mp_context=multiprocessing.get_context("fork"),
             initializer=signal.signal,
-            initargs=(signal.SIGINT, signal.SIG_IGN),  # the parent answers Ctrl-C
+            initargs=(signal.SIGINT, signal.SIG_IGN),  # the parent handles Ctrl-C
         )
         try:
             waiting = {kind.name: pool.submit(_draw_forked, kind.name) for kind in apart}
@@ -171,7 +178,7 @@ def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator
 
 
 _forked: dict[str, Callable[[], None]] = {}
-"""What draws each plot in a process that was forked, which inherits it."""
+"""The functions that draw each plot, which forked processes inherit."""
 
 
 def _draw_forked(name: str) -> None:
@@ -183,9 +190,9 @@ def _draw(data: PlotData, kind: Plot, folder: Path) -> None:
 
 
 def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
-    """Why each plot is left out, by its name; empty for one that is drawn."""
+    """The reason why each plot is left out, by name; empty for plots to draw."""
     reasons = {kind.name: kind.missing(data) for kind in wanted}
-    # Of several that show the same the last: the later folders have the more special names.
+    # Draws the last of several plots that show the same, because later folders have more specific names.
     contents = {kind.name: kind.content(data) for kind in wanted if not reasons[kind.name]}
     shown = {content: name for name, content in contents.items()}
     for name, content in contents.items():
@@ -195,8 +202,8 @@ def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
 
 
 def _write_index(written: Written, folder: Path, *, source: str, subject: str) -> None:
-    """Write which plots are there and what each shows, and which were left out and why; for programs and for people."""
-    # Words of plots have a mark before each $.
+    """Write the index files: the plots with what they show, and those left out with the reasons."""
+    # In texts for plots, each $ is escaped.
     subject = subject.replace(r"\$", "$")
     left_out = [(kind, reason.replace(r"\$", "$")) for kind, reason in written.left_out]
 
@@ -231,7 +238,7 @@ def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
         notes.append(f"No format was named: overflow and underflow are those of {data.target.title}.")
     if data.num_left_out:
         notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
-    # What only a pass over the values finds, where a plot has needed one.
+    # Uses the results of the pass over values only if a plot has needed them.
     found = vars(data).get("passed")
     if found is not None and found.num_without_values:
         count = f"{found.num_without_values:,}"

@@ -1,1 +1,1 @@
-"""Makes one page of a run that a colleague opens in a browser: what is wrong, where, and the evidence."""
+"""Creates an HTML report of a run: what is wrong, where, and the evidence."""

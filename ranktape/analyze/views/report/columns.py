@@ -1,8 +1,8 @@
-"""Gives the columns of numbers of a report: metrics of records and samples, histograms, and what recipes keep.
+"""Computes the numeric columns of a report: metrics of records and samples, histograms, and the SQNR of recipes.
 
-Every column is base64 of little-endian numbers, of the narrowest type that holds them: whole numbers exactly, others
-with the 24 bits of a float32, which is seven digits. The first bytes of all numbers come first, then the second ones,
-and so on: similar bytes lie together, which compresses better. A column of one value is that value.
+A column is the base64 of little-endian numbers of the narrowest type that can represent them: integers exactly, others
+with the 24 bits of a float32, or seven digits. The first bytes of all numbers come first, then the second bytes, and so
+on, since similar bytes in sequence compress better. A column with a single distinct value is that value.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 
 _INTEGERS = (np.dtype("u1"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("i1"), np.dtype("<i2"), np.dtype("<i4"))
 _SMALLEST, _LARGEST = 1e-38, 3e38
-"""Magnitudes that a float32 holds with all of its digits."""
+"""The range of magnitudes that float32 represents with full precision."""
 
 MAX_SAMPLES = 200_000
-"""Samples of all records together; of more, the records whose samples differ most are kept."""
+"""The largest number of samples of all records. If there are more, records whose samples differ most have priority."""
 
 MAX_LOOKED_AT = 10_000
-"""Records of which the page has histograms: those of findings, then one of each tensor of the model, then another of
-each."""
+"""The largest number of records with histograms: those of findings first, then one of each tensor of the model, then
+another of each, and so on."""
 
 MAX_TRIED, MAX_SWEPT_NBYTES = 2_000, 1_000_000_000
-"""Records in which formats are tried, the first of those, and bytes that are read for it: some seconds' work."""
+"""The largest number of records on which formats are tried, and of bytes read for it, which takes a few seconds."""
 
 MAX_RECIPE_ROWS = 60
-"""Modules that have a row of their own in the map of recipes; if there are more, a row is a layer."""
+"""The largest number of modules with a row each in the map of recipes. If there are more, each row is a layer."""
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A number as the page's script reads it by `Number`; None for NaN."""
+    """A number as JSON, with infinities as texts that JavaScript's `Number` can read; None for None and NaN."""
     if value is None or math.isnan(value):
         return None
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def packed(values: Sequence[float | None] | NDArray[Any]) -> dict[str, Any]:
-    """A column as JSON holds it: `type`, and `data` or `value`; NaN for None, infinities as they are."""
+    """A column as JSON data: `type`, and `data` or `value`; None becomes NaN, and infinities stay infinite."""
     known = values if isinstance(values, np.ndarray) else [math.nan if value is None else value for value in values]
     column = np.array(known, dtype=np.float64)
     if column.size and np.all((column == column[0]) | (np.isnan(column) & np.isnan(column[0]))):
@@ -84,31 +84,31 @@ def _narrowest(column: NDArray[np.float64]) -> np.dtype[Any]:
 
 
 class Merge(enum.StrEnum):
-    """The metric of several records, for the page's script: counts over elements, or one of theirs."""
+    """How the page's script combines a metric of several records: counts over elements, or one of the values."""
 
     RATIO, LARGEST, SMALLEST, MEDIAN = "ratio", "largest", "smallest", "median"
 
 
 class PageMetric(NamedTuple):
-    """A metric of the page; a magnitude is positive and compared as a ratio, on a logarithmic scale."""
+    """A metric of the page. A magnitude is positive; it is compared by ratio, on a logarithmic scale."""
 
     name: str
-    """Its name in `ranktape.analyze.engine.metrics`; `sqnr.` and a format for the ratio that the format keeps."""
+    """Name in `ranktape.analyze.engine.metrics`, or `sqnr.` and the name of a format."""
     head: str
-    """The name that people read."""
+    """Displayed name."""
     merge: Merge
     is_magnitude: bool = False
     unit: str = ""
 
     @property
     def source(self) -> str:
-        """The metric whose column the page holds: the count of a ratio."""
+        """The metric whose column the page contains: for a ratio, the count."""
         if self.merge is not Merge.RATIO:
             return self.name
         return "overflow.total" if self.name == "overflow.ratio" else self.name.removesuffix(".ratio") + ".count"
 
     def to_json(self, column: NDArray[np.float64]) -> dict[str, Any]:
-        """The metric with its column, as the page's script reads it."""
+        """The metric with its column, as JSON data for the page's script."""
         about = {"name": self.name, "head": self.head, "unit": self.unit, "merge": self.merge.value}
         return {**about, "isMagnitude": self.is_magnitude, "column": packed(column)}
 
@@ -133,14 +133,17 @@ SHOWN = (
     PageMetric("p50", "median", Merge.MEDIAN),
     PageMetric("p99", "99th percentile", Merge.MEDIAN),
 )
-"""The metrics, in the order of the page's menu; the ratios that formats keep come after them."""
+"""The metrics in the order of the page's menu. The SQNR of formats follow."""
 
 SAMPLE_METRICS = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std", "mean", "norm")
 """The metrics of single samples."""
 
 
 def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int = MAX_SAMPLES) -> dict[str, Any]:
-    """The metrics of samples as columns; the records of `first` come first, then those whose samples differ most."""
+    """The metrics of samples as columns, of at most `limit` samples.
+
+    The records in `first` have priority, then those whose samples differ most.
+    """
     sizes, owners = known.sample_sizes, known.owners
     num_elements = np.maximum(1, known.of_samples("num_elements"))
     ratios = {
@@ -148,7 +151,7 @@ def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int =
         "overflow.underflow.ratio": known.of_samples("underflow") / num_elements,
     }
     columns = {name: ratios[name] if name in ratios else known.of_samples(name) for name in SAMPLE_METRICS}
-    # By record the largest magnitude of a sample over their median.
+    # For each record, the largest absmax of a sample over the median of its samples.
     spreads = np.zeros(sizes.size)
     is_known = np.isfinite(columns["absmax"])
     middles = medians_of(owners[is_known], columns["absmax"][is_known])
@@ -168,11 +171,11 @@ def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int =
 
 
 def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
-    """The rows of `MAX_LOOKED_AT` records in the order in which they are looked at."""
+    """The rows of at most `MAX_LOOKED_AT` records in order of priority."""
     is_first = np.zeros(len(records), dtype=bool)
     is_first[list(first)] = True
     sites = codes_of(*(records.column(field) for field in (*SITE, "dtype")))
-    # How many records of the same site come before each.
+    # For each record, counts the earlier records of the same site.
     by_site = np.argsort(sites, kind="stable")
     again = np.empty_like(sites)
     again[by_site] = np.arange(len(records)) - np.searchsorted(sites[by_site], sites[by_site])
@@ -182,9 +185,9 @@ def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
 def histograms_of(
     records: Records, rows: NDArray[np.int64], *, view: View, engine: Engine
 ) -> tuple[dict[str, Any], int, int]:
-    """How many magnitudes of the records of these rows lie in each binade, as columns for the page's script.
+    """The number of magnitudes in each binade for the records in these rows, as columns for the page's script.
 
-    With them how many of the records have statistics alone, and how many a quantile summary in place of their values.
+    Also returns the number of records with only statistics, and of those with a quantile summary instead of values.
     """
     kept = np.sort(rows)
     exponents, counts, lengths = [], [], []
@@ -211,10 +214,10 @@ def histograms_of(
 
 
 def usual_jobs(formats: Sequence[str]) -> list[Job]:
-    """The formats at their usual scale alone: the rule of blocks, or the power of two at which the largest value fits.
+    """The formats with only their default scale: by the rule of blocks, or the power of two for the largest value.
 
     Raises:
-        UsageError: a format is not known, or has no room for a scale.
+        UsageError: a format is unknown, or cannot use a scale.
     """
     at_rule, at_largest = SweepOptions(max_scale_exp=0, min_scale_exp=0), SweepOptions(num_levels=1)
     return [job._replace(options=at_rule if job.mode.has_offsets else at_largest) for job in parse_jobs(formats)]
@@ -223,10 +226,10 @@ def usual_jobs(formats: Sequence[str]) -> list[Job]:
 def ratios_of(
     records: Records, rows: NDArray[np.int64], *, jobs: Sequence[Job], view: View, engine: Engine
 ) -> tuple[list[tuple[PageMetric, NDArray[np.float64]]], int]:
-    """The signal to noise ratio that each format keeps, in dB, as metrics of the page: of several records the worst.
+    """The signal-to-noise ratio of each format, in dB, as metrics of the page; several records are merged to the worst.
 
-    It is infinite if nothing is lost, and NaN where it is not known. Of these rows the first are tried, as many as
-    `MAX_TRIED` and `MAX_SWEPT_NBYTES` allow; how many more could have been comes with them.
+    It is infinite if nothing is lost, and NaN if it is not computed. Formats are tried on the first of these rows, at
+    most `MAX_TRIED` and `MAX_SWEPT_NBYTES`; the number of other records on which they could be tried is also returned.
     """
     can_sweep = np.array([is_sweepable(dtype) for dtype in records.column("dtype").tolist()], dtype=bool)
     wanted = rows[can_sweep[rows]][:MAX_TRIED]
@@ -234,7 +237,7 @@ def ratios_of(
     columns = np.full((len(jobs), len(records)), math.nan)
     swept = sweep_records(records.take(kept.tolist()), [{None: jobs}] * len(kept), view=view, engine=engine)
     for row, found in zip(kept.tolist(), swept, strict=True):
-        if not isinstance(found, RanktapeError):  # what was kept of this record does not tell
+        if not isinstance(found, RanktapeError):  # it cannot be computed from what this record stores
             columns[:, row] = [
                 math.inf if sweep.is_lossless else sweep.levels[0].sqnr if sweep.levels else math.nan
                 for sweep in found[None]
@@ -251,9 +254,9 @@ def matrix_of(
     records: Sequence[Collection[int]],
     bits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """A map for the page's script: for each row and column, a product and a recipe, the SQNR and how much is lost.
+    """A map for the page's script: for each row, product and recipe, the SQNR and the number of lost values.
 
-    `records` are those of each row, and `bits` the bits of a value in a recipe.
+    `records` has the records of each row, and `bits` the number of bits per value in each recipe.
     """
     found = [[own.get(column, (None, 0)) for column in columns] for own in cells.values()]
     return {

@@ -1,4 +1,4 @@
-"""Gathers what a report shows: facts, findings, tables of differences, and columns of numbers, as plain data."""
+"""Collects the contents of a report as plain data: facts, findings, tables of differences, and numeric columns."""
 
 from __future__ import annotations
 
@@ -55,56 +55,56 @@ if TYPE_CHECKING:
 FIELDS = (*IDENTITY, "batch_size", "keep")
 """The fields of each record that the page shows and filters by; `kind` is added.
 
-The stack of layers only where there are several."""
+The layer stack is only included if there are several."""
 
 BANDS = ("fp8_e4m3", "fp8_e5m2", "hif8", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "fp16")
 """The formats whose range is shown below a distribution."""
 
 MAX_FINDINGS, MAX_PLACES = 200, 500
-"""Findings of the page, and records that one of them opens."""
+"""The largest number of findings on the page, and of records for each finding."""
 
 MAX_NAMED = 6
-"""Iterations, types and so on that the first line names one by one."""
+"""The largest number of iterations, types and so on that the first line lists."""
 
 MAX_REASONS = 5
-"""Reasons why products cannot be computed that the page names, the most frequent ones."""
+"""The largest number of reasons for products that cannot be computed, the most frequent first."""
 
 MAX_MODULES, MAX_PAIRS = 10, 8
-"""Modules that are listed of two sources, and sources that are compared with the first one."""
+"""The largest number of modules in a comparison of two sources, and of sources compared with the first one."""
 
 _COMPARED = ("module", "layer_idx", "pairs", "differing", "relative_norm.worst", "relative_norm.median", "cosine.worst")
-"""Columns of a comparison that the page has room for."""
+"""The columns of a comparison that the page shows."""
 
 
 class ShownTable(NamedTuple):
-    """A table above the findings, as texts; the command gives all of it."""
+    """A table above the findings, as texts; `command` prints the complete table."""
 
     title: str
     said: str
     heads: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
     is_left: Sequence[bool] = ()
-    """Of each column whether it holds words."""
+    """Whether each column contains text and is aligned to the left."""
     command: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Trainings of one script in several precisions, each of them a source, as the page compares them."""
+    """A comparison of trainings of one script in several precisions, each of which is a source."""
 
     table: Table
-    """A row for each training."""
+    """Table with a row for each training."""
     said: str
-    """What differences mean, in sentences below the matrix."""
+    """Explanation of the differences, below the matrix."""
     sqnr: Mapping[tuple[str, str, str], float]
-    """For each module, product and source the SQNR against the first source, in dB."""
+    """SQNR against the first source for each module, product and source, in dB."""
     target_sqnr: float
-    """The SQNR in dB at which the colours change."""
+    """The SQNR at which the colours change, in dB."""
     losses: Mapping[str, Sequence[tuple[int, float]]]
-    """For each source the steps whose loss is known, and the losses."""
+    """For each source, the steps with a recorded loss, and the losses."""
 
     def curves(self) -> dict[str, list[tuple[int, float | None]]]:
-        """The losses of each source, None for NaN and infinity; empty where one point is all that is known of each."""
+        """The losses of each source, None for NaN and infinity; empty if no source has more than one point."""
         shown = {
             printable(source): [(step, loss if math.isfinite(loss) else None) for step, loss in points]
             for source, points in self.losses.items()
@@ -113,7 +113,7 @@ class Comparison:
         return shown if any(len(points) > 1 for points in shown.values()) else {}
 
     def matrix(self, records: Records) -> dict[str, Any] | None:
-        """The SQNR of each product of each module in each source, in the form of `recipe_map`; None without any."""
+        """The SQNR of each product of each module in each source, in the format of `recipe_map`; None without SQNR."""
         if not self.sqnr:
             return None
         _, products, sources = (list(dict.fromkeys(names)) for names in zip(*self.sqnr, strict=True))
@@ -129,23 +129,23 @@ class Comparison:
 
 
 class Model(NamedTuple):
-    """Everything on the page."""
+    """The contents of the page."""
 
     url: str
     facts: tuple[str, ...]
-    """What the run is, in a few words each."""
+    """Short texts that describe the run."""
     headline: str
-    """What was found, in one sentence."""
+    """Summary of the findings, in one sentence."""
     tables: tuple[ShownTable, ...]
-    """The table of the comparison, or of several sources each against the first."""
+    """The table of the comparison, or tables of each other source against the first."""
     said: str
-    """What the differences of a comparison mean; empty without one."""
+    """Explanation of the differences of a comparison; empty without one."""
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """The findings, the worst first."""
     left_out: tuple[str, ...]
-    """What the page does not show or shows together, and of which numbers it speaks; one sentence each."""
+    """Sentences about what the page omits or approximates."""
     data: Mapping[str, Any]
-    """What the page's script reads, as JSON has it."""
+    """JSON data for the page's script."""
 
 
 def build_model(
@@ -162,12 +162,12 @@ def build_model(
     comparison: Comparison | None = None,
     engine: Engine | None = None,
 ) -> Model:
-    """What the page shows of a selection, a comparison first; `replayed` is what became of its products in the recipes.
+    """The contents of the page for a selection; `replayed` has its products in the recipes.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
         StorageError: the store cannot be read.
-        UsageError: a format is not known, or has no room for a scale.
+        UsageError: a format is unknown, or cannot use a scale.
     """
     used, jobs = engine or Engine(), usual_jobs(formats)
     listed = findings[:MAX_FINDINGS]
@@ -245,7 +245,7 @@ def _as_text(table: Table, *, title: str = "", command: str = "") -> ShownTable:
 
 
 def differences_of(records: Records, *, engine: Engine) -> Iterator[ShownTable]:
-    """Each source against the first, if there are several; of values of both every one is read."""
+    """A table of each other source against the first; all values that both sides have are read."""
     one, *others = records.by_source()
     for other in others[:MAX_PAIRS]:
         yield _difference(one, other, engine=engine)
@@ -254,7 +254,7 @@ def differences_of(records: Records, *, engine: Engine) -> Iterator[ShownTable]:
 def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> ShownTable:
     title = printable(f"{other.name} against {one.name}")
     types = [sorted(set(part.records.column("quant_type").tolist())) for part in (one, other)]
-    # Two captures of one model are told apart by what they computed in.
+    # If each source has one quant type and they differ, pairs records by it.
     is_pair = types[0] != types[1] and [len(names) for names in types] == [1, 1]
     pair = [f"quant_type={types[0][0]}:{types[1][0]}"] if is_pair else []
     urls = [shlex.quote(part.records.reader.url) for part in (one, other)]
@@ -276,9 +276,9 @@ def _difference(one: SourcePart, other: SourcePart, *, engine: Engine) -> ShownT
 
 
 def _finding_json(finding: Finding, records: Records) -> dict[str, Any]:
-    """What the page's script knows of a finding, which an address names by its title.
+    """A finding as JSON data for the page's script; addresses within the page identify it by its title.
 
-    `samples` are the numbers of its sample in its records, from 0; None where it is about none.
+    `samples` has the index of its sample in each of its records; None if it is not about a sample.
     """
     places, sample = finding.places[:MAX_PLACES], finding.where.get("sample")
     names = [] if sample is None else sample_names(records.take(places))
@@ -295,7 +295,7 @@ def _fields(records: Records) -> list[dict[str, Any]]:
     made = []
     for name in (*source_fields(records), *FIELDS):
         if name == "layer_idx" and has_stacks:
-            # As numbers where they are drawn, with the words that they are called.
+            # Values are positions for drawing; `words` has the names.
             places = places_of(records)
             known = sorted(set(places))
             words = ["outside" if place < 0 else printable(str(place)) for place in known]
@@ -306,7 +306,7 @@ def _fields(records: Records) -> list[dict[str, Any]]:
 
 
 def _coded(name: str, values: Sequence[Any], known: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """A field whose values are numbered as they stand in `known`."""
+    """A field with values encoded as their indices in `known`."""
     places = {value: code for code, value in enumerate(known)}
     codes = packed([places[value] for value in values])
     return {"name": name, "isNumber": False, "values": list(known), "codes": codes, **more}
@@ -325,7 +325,7 @@ def _field(records: Records, name: str) -> dict[str, Any]:
 
 
 def _kind(records: Records) -> dict[str, Any]:
-    """What a tensor is in its layer: a field of the page's own, in the order in which tensors were recorded."""
+    """The field `kind`: the role of a tensor in its layer, with values in the order of recording."""
     parts = [records.column(name).tolist() for name in ("layer_type", "operation", "phase", "tensor_name")]
     texts = [printable(" ".join(words)) for words in zip(*parts, strict=True)]
     return _coded("kind", texts, list(dict.fromkeys(texts)))
@@ -336,7 +336,7 @@ def _shape_text(text: str) -> str:
 
 
 def _band(row: Format) -> dict[str, Any]:
-    """Binades, as exponents of their lower ends: the last is where the largest value is."""
+    """The limits of a format as exponents of binades, the largest one included."""
     smallest, normal, largest = (math.frexp(value)[1] - 1 for value in (row.min_subnormal, row.min_normal, row.maximum))
     return {"name": row.name, "subnormal": smallest, "normal": normal, "largest": largest}
 
@@ -376,7 +376,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _when(timestamps: Any) -> str:
-    """From the first to the last record; empty where that is no time."""
+    """The time span of the records as text; empty if the timestamps are not valid times."""
     known = timestamps[np.isfinite(timestamps)]
     if not known.size:
         return ""
@@ -392,11 +392,11 @@ def _when(timestamps: Any) -> str:
 
 _OF_RANKS = ("rank_differs", "replica_differs")
 _OF_LAYERS = ("layer_differs",)
-"""Kinds of findings in which a rank is compared with the other ranks, or a layer with the other layers."""
+"""Kinds of findings that compare a rank with other ranks, or a layer with other layers."""
 
 
 def _start(findings: Sequence[Finding], columns: Mapping[str, Any], records: Records) -> dict[str, Any]:
-    """What the overview shows first: where the worst finding is seen best."""
+    """The initial state of the overview, chosen to show the worst finding."""
     is_magnitude = {one.name: one.is_magnitude for one in SHOWN}
     worst = findings[0] if findings else None
     name = "overflow.ratio" if np.nansum(columns["overflow.total"]) else "absmax"

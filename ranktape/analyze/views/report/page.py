@@ -1,4 +1,4 @@
-"""Writes a report as one file that loads nothing, runs nothing of a stranger's, and is whole or not there."""
+"""Writes a report as a single HTML file that loads nothing and runs only our own scripts."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from ranktape.storage import Records
 
 FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "hif8")
-"""The formats that are tried on every record: those whose sweeps cost little."""
+"""The formats that are tried by default, whose sweeps are fast."""
 
 SCRIPTS = ("data.js", "charts.js", "selection.js", "overview.js", "drill.js", "tables.js", "page.js")
-"""The page's own scripts: together one module, in which each may use what the ones before it define."""
+"""The scripts of the page. They form one module, in which each can use the definitions of those before it."""
 
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, "#999999", "#8C6D1F")
-"""Those of the plots, with a lighter grey and brown in the place of black: all can be seen on white and on black."""
+"""The colours of the plots, with a lighter grey and brown instead of black, all visible on white and on black."""
 
 CHARTS = {
     "colors": COLORS,
@@ -63,7 +63,7 @@ CHARTS = {
 }
 
 NUM_FIRST_FINDINGS = 5
-"""Findings that are shown before the rest is asked for: as many as the first screen holds."""
+"""The number of findings that are shown initially: as many as fit on the first screen."""
 
 
 def write_report(
@@ -79,22 +79,21 @@ def write_report(
     comparison: Comparison | None = None,
     engine: Engine | None = None,
 ) -> Path:
-    """Write one HTML file that says what is wrong in a selection and where; returns its path.
+    """Write an HTML file that shows what is wrong in a selection and where; returns its path.
 
-    Findings and metrics are of finite values, NaN and infinities counted apart. `format` names those whose scales are
-    tried, `recipe` recipes in which products of layers are computed again, which takes the time of these products;
-    `url`, `scope` (which records were chosen, in words) and `environment` (that of the run's document) are for
-    the line below the title; a `comparison` of trainings comes first on the page. A file that is there is
-    replaced, folders are made; the file is whole or not there. The same records give the same bytes.
+    Metrics cover finite values; NaN and infinities are counted separately. `format` lists the formats that are tried,
+    and `recipe` the recipes in which products of layers are computed again, which takes as long as the products.
+    `url`, `scope` (a text about the selection) and `environment` (from the run's document) appear below the title. A
+    `comparison` of trainings comes first on the page. An existing file is replaced, and folders are created; the file
+    appears only once it is complete. The same records give the same bytes.
 
     Raises:
-        AccessDeniedError: the file may not be written.
+        AccessDeniedError: the permission to write the file is missing.
         DataError: a record's bytes are missing or damaged.
         NoRecordsError: there are no records.
         NoSpaceError: the disk is full.
         StorageError: the store cannot be read, or the file cannot be written.
-        UsageError: a format is not known or has no room for a scale; a recipe is not known; `output` is a directory or
-            no plain file.
+        UsageError: a format is unknown or cannot use a scale; a recipe is unknown; or `output` is not a regular file.
     """
     path, chosen = _checked(Path(output)), view or View.COMPUTE
     model = model_of(
@@ -108,7 +107,7 @@ def write_report(
         comparison=comparison,
         engine=engine,
     )
-    # Half of a surrogate pair, which a name may hold, has no UTF-8.
+    # Names can contain lone surrogates, which cannot be encoded as UTF-8.
     write_whole(path, render(model, view=chosen).encode("utf-8", errors="replace"), what="report")
     return path
 
@@ -123,16 +122,16 @@ def model_of(
     engine: Engine | None = None,
     **about: Any,
 ) -> Model:
-    """What the page shows, with the arguments of `write_report`."""
+    """The contents of the page; for the arguments and errors, see `write_report`."""
     from ranktape.analyze.findings.find import find
 
     if not len(records):
         raise NoRecordsError("there are no records to report on")
     used = engine or Engine()
-    # A format that is not known is refused before hours are spent too.
+    # Rejects unknown formats before the computation, which can take hours.
     parse_jobs(format)
     recipes = parse_recipes(recipe) if recipe else []
-    # Findings, distributions, scales of blocks; recipes and the differences of sources, where there are some.
+    # The steps are findings, distributions and formats, and optionally recipes and differences of sources.
     with steps(3 + bool(recipes) + (len(records.sources) > 1 and comparison is None)):
         replayed = None
         if recipes:
@@ -146,9 +145,9 @@ def model_of(
 
 @functools.cache
 def _plotly() -> tuple[str, str, list[str]]:
-    """The script that draws the charts as a page holds it, its hash for the policy of a page, and ids.
+    """The compressed Plotly script, its hash for the content security policy, and IDs of style elements.
 
-    The ids are of style elements that it adds for maps unless they are there: none is drawn here.
+    Plotly adds these elements for maps unless they exist; the page does not draw maps.
     """
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # it has no types
 
@@ -157,12 +156,12 @@ def _plotly() -> tuple[str, str, list[str]]:
 
 
 def deflated(text: str) -> str:
-    """A text as a page holds it: its UTF-8 in zlib's format, as base64."""
+    """A text as base64 of zlib-compressed UTF-8."""
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
 
 
 def render(model: Model, *, view: View = View.COMPUTE) -> str:
-    """The page as text: every string of the run is escaped, and the browser may run our scripts alone."""
+    """The page as HTML. All texts from the run are escaped, and the browser is only allowed to run our scripts."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -175,7 +174,7 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
     )
     style, script = _static("style.css"), "\n".join(map(_static, SCRIPTS))
     plotly, plotly_hash, taken_ids = _plotly()
-    # plotly makes an empty style element, which it fills with rules of its own, and sets style attributes.
+    # Plotly creates an empty style element, fills it with rules, and sets style attributes.
     policy = (
         f"default-src 'none'; script-src {_hash(script)} {plotly_hash}; style-src-elem {_hash(style)} {_hash('')}; "
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -209,12 +208,17 @@ def _static(name: str) -> str:
 
 
 def _lines(text: str) -> str:
-    """The text as a browser sees it, whose hash it makes."""
+    """The text with line ends as normalized by a browser before it computes the hash."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _checked(output: Path) -> Path:
-    """The path of a file that can be written, before hours are spent on what goes into it."""
+    """Check that a file can be written before the computation, and create its folder; returns the resolved path.
+
+    Raises:
+        UsageError: the path is invalid, or not that of a regular file.
+        StorageError: the folder cannot be written.
+    """
     if str(output) == "-":
         raise UsageError("--output - is not a file, and a report needs one: give its name, such as report.html")
     named = printable(str(output))
