@@ -50,7 +50,8 @@ class AttentionForm:
     """Number of keys after its own that a query attends to, 0 for causal attention; None for all."""
     shift: int = 0
     """Index of the key of the first query. FlashAttention aligns the last query with the last key if there are more
-    keys than queries."""
+    keys than queries.
+    """
 
     def mask(self, num_queries: int, num_keys: int, *, device: torch.device) -> torch.Tensor | None:
         """Which keys (columns) each query (row) attends to; None if each attends to all."""

@@ -55,7 +55,8 @@ class Differences:
     num_differing: int
     """Number of positions whose bits differ, after conversion to float64 or complex128 if the dtypes differ.
 
-    Zeros of different sign differ, two NaN do not."""
+    Zeros of different sign differ, two NaN do not.
+    """
     nan_both: int
     """Number of positions where both are NaN."""
     nan_one: int
@@ -481,7 +482,7 @@ def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Float
 
 
 @compiled
-def _leave_out(  # noqa: PLR0917 - numba knows no keyword-only arguments
+def _leave_out(  # noqa: PLR0917 - numba has no keyword-only arguments
     a_RC: NDArray[Any],
     b_RC: NDArray[Any],
     rest_RC: NDArray[np.uint16] | None,

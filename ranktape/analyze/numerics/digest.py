@@ -1,8 +1,8 @@
 """Digests of tensors, which answer questions about their values, and the digests of many tensors in columns.
 
-A digest of a wide type is limited to a number of distinct values: each of them occurs in the tensor and represents
-those just below it, too. However many parts are merged, the fraction of the values at or below any number is accurate
-to `MAX_RANK_ERROR`, and no value is moved past a number with nine significant bits.
+The digest of a wide dtype has a limited number of distinct values. Each of them occurs in the tensor and may also
+represent smaller ones that are close to it. However many parts are merged, the fraction of values at or below any
+number is accurate to `MAX_RANK_ERROR`, and no value is moved past a number with nine significant bits.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Digests:
         return found
 
     def search(self, numbers: Floats, *, side: Literal["left", "right"]) -> Integers:
-        """The index in `values` where the number for each record would be inserted, as `numpy.searchsorted`."""
+        """For each record, the index in `values` at which its number would be inserted, as by `numpy.searchsorted`."""
         low, high = self.starts[:-1].copy(), self.starts[1:].copy()
         while (is_open := low < high).any():
             middle = (low + high) // 2
@@ -274,7 +274,7 @@ class Digests:
         return between
 
     def count(self, overflow_start: Floats, min_normal: Floats, flush_limit: Floats) -> dict[str, Integers]:
-        """`upper`, `lower`, `underflow` and `flushed` against the limits given for each record, as `Digest.count`."""
+        """`upper`, `lower`, `underflow` and `flushed` against the limits given for each record: see `Digest.count`."""
         zeros = np.where(self.has_values, self.tally("zero"), 0)
         underflow = self.count_between(-min_normal, min_normal, closed=False) - np.where(min_normal > 0, zeros, 0)
         upper, lower = (np.zeros(len(self), dtype=np.int64) for _ in range(2))
@@ -294,7 +294,7 @@ class Digests:
         """The quantile of each record, as in `Digest.quantiles`; NaN if there is no number."""
         part = Fraction(str(probability))
         totals = self.ranks[self.starts[1:]] - self.ranks[self.starts[:-1]]
-        # In integers, because the float 0.999 times 1,000 is above 999; in those of Python if int64 would overflow.
+        # In integers, as the float 0.999 times 1,000 is above 999; in integers of Python if int64 would overflow.
         is_long = part.numerator * int(totals.max(initial=0)) > np.iinfo(np.int64).max
         exact = totals.astype(object) if is_long else totals
         places = (-(-exact * part.numerator // part.denominator)).astype(np.int64)
@@ -336,7 +336,7 @@ class Digests:
         )
 
     def without_masks(self, is_mask: NDArray[np.bool_]) -> Digests:
-        """The digests with -Inf of masks counted as infinite, but not as overflow."""
+        """The digests with -Inf not counted as overflow in the records that are masks."""
         if not is_mask.any():
             return self
         tallies = self.tallies.copy()
@@ -470,7 +470,8 @@ MERGED_CELLS = 1 << 16
 MAX_RANK_ERROR = 2.0**-10
 """The largest error of the fraction of values at or below a number.
 
-It is 2 / `KEPT_CELLS` plus 2 / `MERGED_CELLS` for each doubling of the parts: 2**10 runs of each of 2**13 records.
+An error is at most 2 / `KEPT_CELLS` plus 2 / `MERGED_CELLS` for each doubling of the number of parts, which are up to
+2**10 runs of each of up to 2**13 records.
 """
 
 _REST = 44
@@ -483,7 +484,7 @@ _STEP = 16
 class Summary(NamedTuple):
     """Ascending numbers, the count of each, and whether they are exact.
 
-    If they are not, some number represents distinct ones just below it, too.
+    If they are not, some of the numbers also represent smaller ones that are close to them.
     """
 
     values: NDArray[np.float64]

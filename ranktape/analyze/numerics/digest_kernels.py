@@ -28,7 +28,8 @@ NUM_TABLES = 4
 SMALL = 1 << 16
 """In a sample with fewer elements of 16 bits, patterns are listed while they are counted.
 
-In any other, all counters are read after the count."""
+In any other, all counters are read after the count.
+"""
 
 _GROUP = 64
 """Number of counters that are checked together."""

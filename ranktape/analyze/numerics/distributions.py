@@ -468,4 +468,5 @@ _MODIFIED = (
 )
 """Upper limits of the modified statistic, and the coefficients of the polynomial that gives the p-value below each.
 
-The constant term is first."""
+The constant term is first.
+"""

@@ -49,7 +49,8 @@ class ErrorSums:
     num_lost: float = 0.0
     """Number of positions where the reference is finite and the result is not.
 
-    At all other positions that are not compared, the reference is not finite."""
+    At all other positions that are not compared, the reference is not finite.
+    """
     reference_squared: float = 0.0
     """Sum of the squares of the reference."""
     result_squared: float = 0.0
@@ -66,7 +67,8 @@ class ErrorSums:
     The errors of a product of two matrices are not independent: those of a row share a row of the first matrix, and
     those of a column a column of the second (two-way clusters: Cameron, Gelbach and Miller 2011,
     doi:10.1198/jbes.2010.07136). For several results it is the sum of the deviations, an upper bound, because the calls
-    of a layer share the errors of its weight."""
+    of a layer share the errors of its weight.
+    """
     max_error: float = 0.0
     """Largest |error|, the only field that is not summed."""
 

@@ -33,7 +33,7 @@ _MAGNITUDE = np.int16(NUM_MAGNITUDES - 1)
 
 
 @compiled
-def _count_last(  # noqa: PLR0917 - numba knows no keyword-only arguments
+def _count_last(  # noqa: PLR0917 - numba has no keyword-only arguments
     patterns_ON: NDArray[np.int16],
     block_size: int,
     row_of_M: NDArray[np.uint16],

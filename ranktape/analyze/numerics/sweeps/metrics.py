@@ -42,7 +42,8 @@ class Level:
     sqnr: float
     """Signal to quantisation noise ratio: mean of x squared over `mse`, in dB.
 
-    Infinite if there is no error, also for zeros (`LOSSLESS`); minus infinity if errors are infinite."""
+    Infinite if there is no error, also for zeros (`LOSSLESS`); minus infinity if errors are infinite.
+    """
     overflow_count: int
     """Number of values that round to beyond the largest value of the format and are saturated."""
     overflow_ratio: float
@@ -54,7 +55,8 @@ class Level:
     flushed_count: int
     """Number of nonzero values that become zero, part of `underflow_count`.
 
-    With stochastic rounding, it is the expected number, rounded."""
+    With stochastic rounding, it is the expected number, rounded.
+    """
     flushed_ratio: float
     """`flushed_count` before it is rounded, over the number of finite values."""
     score: float
@@ -233,7 +235,8 @@ SAME_SQNR = 0.01
 SAME_RATIO = 1e-3
 """Difference in the ratio of overflow or flushing up to which levels are equally good.
 
-It is the ratio from which the severity of overflow is medium."""
+It is the ratio from which the severity of overflow is medium.
+"""
 
 
 def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Level:

@@ -77,7 +77,8 @@ class SweepOptions:
     scale_rule: ScaleRule | None = None
     """Rule that gives the scale of a block for its largest magnitude; `floor` if None.
 
-    NVFP4 and modes other than `mx` have no such rule."""
+    NVFP4 and modes other than `mx` have no such rule.
+    """
     rounding: Rounding | None = None
     """Rounding of values; that of the format if None. With `stochastic`, metrics are expected values."""
     block_size: int | None = None
@@ -87,7 +88,8 @@ class SweepOptions:
     scale_bits: int | None = None
     """Number of bits of the exponent of a block's scale; 8 (e8m0) if None.
 
-    NVFP4 and modes other than `mx` have no such exponent."""
+    NVFP4 and modes other than `mx` have no such exponent.
+    """
     num_levels: int | None = None
     """Number of levels; if None, all offsets from the first to the last if levels are offsets, otherwise 21."""
     max_scale_exp: float | None = None

@@ -46,7 +46,8 @@ SQUARED_SAFELY = 500
 MAX_SHIFTED_EXPONENT = 1000
 """Limit of the exponents of scales after the shift. Beyond it, all values overflow or all are flushed.
 
-Counts may be wrong for float64 values that are that many binades below the largest."""
+Counts may be wrong for float64 values that are that many binades below the largest.
+"""
 
 Floats = NDArray[np.float64]
 
@@ -61,7 +62,8 @@ class Sums:
     shift: int
     """Exponent of the divisor that keeps squares of large values in the range of float64.
 
-    It is 0 unless the largest magnitude is near an end of that range."""
+    It is 0 unless the largest magnitude is near an end of that range.
+    """
     num_finite: int
     """Number of finite values."""
     largest: float
@@ -83,7 +85,8 @@ class Sums:
     overflow_L: Floats
     """Number of values that round (or, with stochastic rounding, may round) to beyond the largest value of the format.
 
-    They are saturated."""
+    They are saturated.
+    """
     underflow_L: Floats
     """Number of nonzero values below the smallest normal value of the format after division by the scale."""
     flushed_L: Floats
@@ -110,7 +113,8 @@ LANES, UNROLLED, BLOCK = 32, 4, 1024
 """Number of partial sums of each kind, number of values of a lane that are added first, and number of values per block.
 
 Partial sums are lanes of vector instructions, so that the order of all additions is fixed in the code. The data of a
-block fits into the L1 cache; its size is a multiple of `LANES` * `UNROLLED`."""
+block fits into the L1 cache; its size is a multiple of `LANES` * `UNROLLED`.
+"""
 
 
 class _How(NamedTuple):
@@ -178,7 +182,7 @@ def _count(
 
 
 @compiled
-def _scale(  # noqa: PLR0917 - numba knows no keyword-only arguments
+def _scale(  # noqa: PLR0917 - numba has no keyword-only arguments
     values_C: Floats, factors_G: Floats, size: int, start: int, divides: int | None, results_C: Floats
 ) -> None:
     """Write values multiplied or, if `divides` is not None, divided by the factors of their groups.
