@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.findings.survey import binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
+from ranktape.analyze.findings import apart
+from ranktape.analyze.findings.survey import Survey, binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.questions.findings import findings
@@ -123,6 +126,30 @@ def test_a_channel(run: Run) -> None:
     assert rows(run, "channel_outlier") == []
     alone = rows(run, "channel_outlier", rank=0)
     assert [(row["layer_idx"], row["channel"]) for row in alone] == [(5, 5)]
+
+
+def test_channels_of_many_records_are_not_held(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = Survey(run.select(), engine=Engine(use_cache=False))
+    held: set[int] = set()
+    most = 0
+
+    def measure(*_: Any) -> Iterator[dict[str, Array]]:
+        nonlocal most
+        for number in range(len(survey)):
+            absmax = np.ones(1 << 10)
+            absmax[7] = 1e6
+            held.add(number)
+            weakref.finalize(absmax, held.discard, number)
+            most = max(most, len(held))
+            yield {"absmax": absmax}
+
+    monkeypatch.setattr(Engine, "measure", measure)
+    whole = list(apart.channels(survey))
+    assert (most, [one.where["channel"] for one in whole]) == (len(survey), [7] * NUM_LAYERS)
+    most = 0
+    monkeypatch.setattr(apart, "_WAITING_NBYTES", 4 * np.ones(1 << 10).nbytes, raising=False)
+    assert list(apart.channels(survey)) == whole
+    assert most <= 6 < len(survey)
 
 
 def spoil(place: Place, tensor: Array) -> Array:

@@ -334,35 +334,70 @@ def channel_absmax(array: NDArray[np.generic]) -> NDArray[np.float64]:
 
 def channels(survey: Survey) -> Iterator[Finding]:
     """A finding for each site with outlying channels in at least half of its records, and one for channels of zeros."""
-    sites: dict[tuple[int, int], list[tuple[int, Floats]]] = defaultdict(list)
+    sites: dict[tuple[int, int], _Channels] = {}
+    waiting: dict[tuple[int, int], list[tuple[int, Floats]]] = defaultdict(list)
+    nbytes = 0
     for place, payload in enumerate(survey.engine.measure(survey.records, ChannelMeasure(view=survey.view))):
         absmax = payload["absmax"]
         if absmax.size >= limit.MIN_CHANNELS and survey.is_floating[place]:
-            sites[int(survey.sites[place]), absmax.size].append((place, absmax))
-    for found in sites.values():
-        yield from _channels_of(survey, [place for place, _ in found], np.stack([absmax for _, absmax in found]))
+            waiting[int(survey.sites[place]), absmax.size].append((place, absmax))
+            nbytes += absmax.nbytes
+            if nbytes >= _WAITING_NBYTES:
+                _add_waiting(sites, waiting)
+                nbytes = 0
+    _add_waiting(sites, waiting)
+    for (_, count), found in sites.items():
+        yield from found.findings(survey, count=count)
 
 
-def _channels_of(survey: Survey, places: list[int], absmax: Floats) -> Iterator[Finding]:
-    """The findings of one site: outlying channels and channels of zeros; `absmax` has a row for each record."""
-    count, of_all, largest = absmax.shape[1], records_text(len(places)), absmax.max(axis=0)
-    sizes = binades(absmax)
-    sizes = sizes[np.isfinite(sizes).sum(axis=1) >= limit.MIN_CHANNELS]
-    usual = 0.0
-    if sizes.size:
+_WAITING_NBYTES = 32 << 20
+"""So much is held of the magnitudes of channels before they are added to what is known of their sites."""
+
+
+def _add_waiting(
+    sites: dict[tuple[int, int], _Channels], waiting: dict[tuple[int, int], list[tuple[int, Floats]]]
+) -> None:
+    for key, found in waiting.items():
+        known = sites.setdefault(key, _Channels(key[1]))
+        known.places += [place for place, _ in found]
+        known.add(np.stack([absmax for _, absmax in found]))
+    waiting.clear()
+
+
+class _Channels:
+    """The channels of one site, as far as its records have been read."""
+
+    def __init__(self, count: int) -> None:
+        self.places: list[int] = []
+        self._usual: list[float] = []
+        self._apart, self._times, self._scores, self._largest = np.zeros((4, count))
+
+    def add(self, absmax: Floats) -> None:
+        """Count records more, one in each row."""
+        np.maximum(self._largest, absmax.max(axis=0), out=self._largest)
+        sizes = binades(absmax)
+        sizes = sizes[np.isfinite(sizes).sum(axis=1) >= limit.MIN_CHANNELS]
+        if not sizes.size:
+            return
         middles = np.nanmedian(sizes, axis=1, keepdims=True)
-        usual = float(np.median(2.0**middles))
+        self._usual += (2.0**middles).reshape(-1).tolist()
         apart = np.nan_to_num(sizes - middles)
-        mads = np.nanmedian(np.abs(sizes - middles), axis=1, keepdims=True)
-        scores = robust_z(apart, mads)
+        scores = robust_z(apart, np.nanmedian(np.abs(sizes - middles), axis=1, keepdims=True))
         is_far = (scores > limit.ROBUST_Z) & (apart >= limit.CHANNEL_BINADES)
-        times = is_far.sum(axis=0)
-        outlying = np.flatnonzero((times * 2 >= len(sizes)) & (times > 0))
+        self._apart += np.where(is_far, apart, 0.0).sum(axis=0)
+        self._times += is_far.sum(axis=0)
+        np.maximum(self._scores, scores.max(axis=0), out=self._scores)
+
+    def findings(self, survey: Survey, *, count: int) -> Iterator[Finding]:
+        """The findings of the site: outlying channels and channels of zeros."""
+        places, times, of_all = self.places, self._times, records_text(len(self.places))
+        usual = float(np.median(self._usual or [0.0]))
+        outlying = np.flatnonzero((times * 2 >= len(self._usual)) & (times > 0))
         if 0 < outlying.size <= max(1, limit.MAX_OUTLYING_CHANNELS * count):
-            means = np.where(is_far, apart, 0.0).sum(axis=0)[outlying] / times[outlying]
+            means = self._apart[outlying] / times[outlying]
             ordered = outlying[np.argsort(-means, kind="stable")]
             channel, far = int(ordered[0]), float(means.max())
-            value = float(largest[channel])
+            value = float(self._largest[channel])
             yield finding_of(
                 survey,
                 places=places,
@@ -377,25 +412,25 @@ def _channels_of(survey: Survey, places: list[int], absmax: Floats) -> Iterator[
                 metric="absmax",
                 value=value,
                 expected=usual,
-                deviation=float(scores[:, channel].max()),
+                deviation=float(self._scores[channel]),
                 binades=far,
                 channel=channel,
             )
-    dead = np.flatnonzero(largest == 0)
-    if 0 < dead.size < count and not survey.is_gradient[places[0]]:
-        yield finding_of(
-            survey,
-            places=places,
-            kind="zero",
-            severity=Severity.LOW,
-            score=dead.size / count,
-            text=f"has {dead.size} of {count} channels that are zero everywhere",
-            evidence=f"in all of {of_all}; {_named(dead)}",
-            metric="absmax",
-            value=0.0,
-            expected=usual,
-            channel=int(dead[0]),
-        )
+        dead = np.flatnonzero(self._largest == 0)
+        if 0 < dead.size < count and not survey.is_gradient[places[0]]:
+            yield finding_of(
+                survey,
+                places=places,
+                kind="zero",
+                severity=Severity.LOW,
+                score=dead.size / count,
+                text=f"has {dead.size} of {count} channels that are zero everywhere",
+                evidence=f"in all of {of_all}; {_named(dead)}",
+                metric="absmax",
+                value=0.0,
+                expected=usual,
+                channel=int(dead[0]),
+            )
 
 
 def _named(channels: Codes) -> str:
