@@ -49,8 +49,9 @@ class AttentionForm:
     after: int | None = None
     """Number of keys after its own that a query attends to, 0 for causal attention; None for all."""
     shift: int = 0
-    """Index of the key of the first query. FlashAttention aligns the last query with the last key if there are more
-    keys than queries.
+    """Index of the first query's own key.
+
+    FlashAttention aligns the last query with the last key if there are more keys than queries.
     """
 
     def mask(self, num_queries: int, num_keys: int, *, device: torch.device) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ PIECE = 1 << 17
 """Number of elements that are widened to float64 at once: the pieces of both arrays fit into a CPU cache."""
 
 _SAFE_EXPONENT = 450
-"""If the exponent of the largest magnitude is in [-450, 450], all squares that matter fit into float64."""
+"""Limit of the exponent of the largest magnitude, of either sign, up to which squares that matter fit into float64."""
 
 _SMALL_SQUARE = 2.0**-900
 """Sums of squares between this and its inverse need no scaling."""
@@ -86,7 +86,11 @@ class Differences:
     correlation: float | None
     """Pearson's correlation (of complex values its real part); None if a or b is constant."""
     ulp_max: int | None
-    """Largest difference in representable numbers (ULP); None unless both have the same floating-point dtype."""
+    """Largest difference between elements in representable numbers (ULP).
+
+    It is 0 if no bits differ. Otherwise, it is None unless both arrays have the same floating-point or complex dtype.
+    It is also None for empty arrays.
+    """
 
     @property
     def num_apart(self) -> int:
@@ -214,7 +218,7 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
     half = -exponent // 2
     with np.errstate(all="ignore"):
         scaled_BM = _block_sums(*(one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b)))
-    # Scaling may turn complex infinities into NaN, and small elements into zeros: the counts are those before it.
+    # The counts are those before the scaling, which may turn complex infinities into NaN and small elements into 0.
     is_count = _degrees() == 0
     scaled_BM[:, is_count] = sums_BM[:, is_count]
     return scaled_BM, exponent
@@ -328,7 +332,7 @@ def _largest_ulp(a: NDArray[Any], b: NDArray[Any], *, is_finite: NDArray[np.bool
     """The largest difference between elements of two flat arrays, in representable numbers (ULP).
 
     Zeros of both signs are the same number. Real and imaginary parts are compared separately. None if the arrays do
-    not have the same floating-point dtype.
+    not have the same floating-point or complex dtype.
 
     Args:
         a: The first array.
@@ -536,7 +540,7 @@ def add_up(  # noqa: PLR0917 - as above
             sums[0] += a_RC.shape[1]
             sums[1] += a_RC.shape[1]
         else:
-            # Few rows have such elements: all others need no check of each element.
+            # Few rows have non-finite elements, and only these check each element.
             size = _leave_out(a_RC, b_RC, rest_RC, row, columns_2C, kept_2C, sums)
             found = _add_row(kept_2C[:1, :size], kept_2C[1:, :size], None, 0, columns_2C)
         sums[2] = max(sums[2], found[0])

@@ -1,4 +1,4 @@
-"""Sums the errors of a result against a reference, so that sums of several results can be added."""
+"""Computes sums over the errors of a result against a reference. Sums of several results can be added."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ErrorSums:
 
     @property
     def bias(self) -> float | None:
-        """Mean error over its standard error; 0 if there is no error. Beyond about 4 in magnitude, it is not by chance.
+        """Mean error over its standard error; 0 if there is no error. A magnitude above about 4 is not due to chance.
 
         The errors of a row or of a column may be correlated, so results with few rows or columns are weak evidence.
         Results may share their errors, so several are no stronger evidence than one.
@@ -146,9 +146,9 @@ def error_sums(
     is that of the columns; a single dimension is one row. With `rest`, the result is the exact sum of `result` and
     `rest`, which are bfloat16 tensors on the CPU.
 
-    Sums are float64 sums of at most 16 parts in their order, and bitwise the same for any number of threads. Tensors on
-    another device are not copied. Positions where either is NaN or infinite are only counted. All sums of empty arrays
-    are 0.
+    Sums are float64 sums of at most 16 parts in their order, and bitwise the same for any number of threads. If a
+    tensor is not on the CPU, they are computed on the device of the reference. Positions where either array is NaN or
+    infinite are only counted. All sums of empty arrays are 0.
 
     Raises:
         UsageError: The shapes differ.
