@@ -79,7 +79,7 @@ class HeldIteration:
     iteration: int
     """Training step."""
     words: list[Slot] = field(default_factory=list)
-    """Slots of its start and end, in the ring."""
+    """Slots of its start, and of its end or skip, in the ring."""
     tensors: list[TensorInFlight] = field(default_factory=list)
     """The tensors, in the order of their arrival."""
     notes: list[Slot] = field(default_factory=list)
@@ -116,7 +116,7 @@ class HeldIteration:
         self.end, self.skip, self.ended_at = (slot if skip is None else None), skip, time.monotonic()
 
     def free_words(self, ring: RingConsumer) -> None:
-        """Free the slots of its start and end; `end` and `skip` stay valid."""
+        """Free the slots of its start, and of its end or skip; `end` and `skip` stay valid."""
         for slot in self.words:
             ring.free(slot)
         self.words.clear()

@@ -42,7 +42,7 @@ _WAIT_SECONDS = 0.0005
 _LIVENESS_SECONDS = 0.1
 
 _ENDS_OF_HELD = 64
-"""Number of last ends of iterations that are stored if the writer is a flight recorder, which settles in any order."""
+"""Number of last ends that the trainer remembers if the writer is a flight recorder, which settles in any order."""
 
 _STALL_SECONDS = 3.0
 """Longest wait for a flight recorder that frees nothing: its store may not answer."""

@@ -55,7 +55,7 @@ _LOOK_SECONDS = 2.0
 """Time between two polls of the coordinator for requests."""
 
 _RANKS_PER_SECOND = 100.0
-"""Number of ranks of which one polls for a new plan each second."""
+"""Number of polls for new plans per second, of all ranks together, if there are many ranks."""
 
 
 def max_ask_seconds(world_size: int) -> float:
