@@ -14,7 +14,6 @@ import fcntl
 import os
 import pickle
 import select
-import signal
 import struct
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 from ranktape.analyze.numerics.histograms.moments import warm_up
 from ranktape.capture.flight.flight import Flight
 from ranktape.capture.flight.held import take_over
-from ranktape.capture.staging.process import WriterConfig
+from ranktape.capture.staging.process import WriterConfig, signal_name
 from ranktape.capture.staging.ring import RingConsumer
 from ranktape.capture.staging.ring_file import NOTES, Counter, Slot, SlotKind, Words
 from ranktape.capture.writing.committing import Committer, read_slots, site_of
@@ -99,7 +98,7 @@ class Trainer:
         if self._status < 0:
             return "how it ended is not known"
         if os.WIFSIGNALED(self._status):
-            return f"killed by {signal.Signals(os.WTERMSIG(self._status)).name}"
+            return f"killed by {signal_name(os.WTERMSIG(self._status))}"
         code = os.waitstatus_to_exitcode(self._status)
         return f"exit code {code}" if code else None
 

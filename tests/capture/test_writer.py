@@ -8,6 +8,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from ranktape.capture import Capture
@@ -51,6 +52,18 @@ def test_how_a_trainer_ended_is_known_though_its_threads_take_their_time_and_its
         threading.Timer(0.3, process.send_signal, [signal.SIGSEGV]).start()
         threading.Thread(target=process.wait).start()
         assert trainer.ending() == "killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGTERM, "killed by SIGTERM"), (signal.SIGRTMIN + 6, "killed by signal 40")]
+)
+def test_a_signal_without_a_name_is_told_by_its_number(number: int, ending: str) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    trainer = Trainer(process.pid)
+    process.send_signal(number)
+    until(trainer.has_ended)
+    assert trainer.ending() == ending
+    process.wait()
 
 
 def test_the_writer_inherits_no_rank_and_no_capture() -> None:

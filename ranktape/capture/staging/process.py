@@ -128,6 +128,14 @@ class WriterConfig:
         return f"its writer was started again {times} ({'; '.join(self.deaths[-_MAX_DEATHS:])})" if self.deaths else ""
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal. Python has none for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _has_console() -> bool:
     """Whether this process has an open stderr."""
     try:
@@ -257,7 +265,7 @@ class WriterProcess:
         if code == -signal.SIGKILL:
             return "killed by SIGKILL, as when memory runs out"
         if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            return f"killed by {signal_name(-code)}"
         size = os.fstat(self._stderr).st_size
         text = os.pread(self._stderr, 1 << 16, max(0, size - (1 << 16)))
         lines = text.decode(errors="replace").strip().splitlines()
