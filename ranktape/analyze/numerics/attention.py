@@ -81,7 +81,7 @@ def heads_second(tensor: torch.Tensor, layout: str, *, num_heads: int | None = N
     of any other are tokens and elements of a single head.
 
     Raises:
-        UsageError: The layout is not one of attention, or does not match the tensor.
+        UsageError: the layout is not one of attention, or does not match the tensor.
     """
     if layout and len(layout) != tensor.ndim:
         raise UsageError(f"the layout {layout!r} is not that of a tensor with {tensor.ndim} dimensions")
@@ -110,7 +110,7 @@ def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionF
     Inf propagate. Memory depends on the kernel that torch selects: at most a few T x S numbers for each head.
 
     Raises:
-        UsageError: An operand is missing, or the shapes do not fit together.
+        UsageError: an operand is missing, or the shapes do not fit together.
     """
     import torch
     from torch.nn import functional
@@ -207,7 +207,7 @@ def replay_attention(
     and the gradient as the `grad_output` of `grad_input`. With stochastic rounding, sums are over all draws.
 
     Raises:
-        UsageError: As for `attention_products`, or a recorded result has another shape than its product.
+        UsageError: as for `attention_products`, or a recorded result has another shape than its product.
     """
     wide = {name: one.detach().float() for name, one in operands.items() if name in ATTENTION_OPERANDS}
     exact = attention_products(wide, form=form)

@@ -151,7 +151,7 @@ def error_sums(
     infinite are only counted. All sums of empty arrays are 0.
 
     Raises:
-        UsageError: The shapes differ.
+        UsageError: the shapes differ.
     """
     pair = tensor_or_array(reference), tensor_or_array(result)
     shapes = [tuple(one.shape) for one in pair]

@@ -237,7 +237,7 @@ def numbers_of(x: Any) -> NDArray[Any]:
     byte order and tensors on the CPU are not copied.
 
     Raises:
-        UsageError: The dtype is not that of records, lists are ragged, or a tensor is sparse or has no values.
+        UsageError: the dtype is not that of records, lists are ragged, or a tensor is sparse or has no values.
     """
     given = tensor_or_array(x)
     if not isinstance(given, np.ndarray):
@@ -252,7 +252,7 @@ def tensor_or_array(x: Any) -> torch.Tensor | NDArray[Any]:
     """A PyTorch tensor unchanged, and anything else as a NumPy array, without a check of its elements.
 
     Raises:
-        UsageError: Lists are ragged.
+        UsageError: lists are ragged.
     """
     imported = sys.modules.get("torch")
     if imported is not None and isinstance(x, imported.Tensor):  # torch is imported if there is a tensor
@@ -272,7 +272,7 @@ def check_readable(tensor: torch.Tensor) -> None:
     """Check that the tensor is dense and has values.
 
     Raises:
-        UsageError: The tensor is sparse or on the meta device.
+        UsageError: the tensor is sparse or on the meta device.
     """
     import torch
 

@@ -87,7 +87,7 @@ def replay_products(
     that is being quantised, and 14 bytes per element of the current product.
 
     Raises:
-        UsageError: An operand is unknown or not of a floating-point dtype, the shapes do not belong to one layer, a
+        UsageError: an operand is unknown or not of a floating-point dtype, the shapes do not belong to one layer, a
             recorded result has another number of elements than its product, or there is no dimension `sample_dim`.
     """
     matrices = _matrices(operands)

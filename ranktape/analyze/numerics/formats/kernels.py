@@ -60,7 +60,7 @@ class RoundingConstants(NamedTuple):
     lowest: int
     """Exponent field below which steps no longer get smaller."""
     raise_by: int
-    """The difference from the exponent field of a value to that of 2**52 steps, where the significand is widest."""
+    """The difference between the exponent fields of 2**52 steps and of a value whose significand is widest."""
     taper_1: int
     """Magnitude of the exponent beyond which the significand has one bit less."""
     taper_2: int

@@ -314,7 +314,7 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
 
 
 def decode(codes: ArrayLike, *, target: Format) -> NDArray[np.float64]:
-    """The values of codes, as float64, which holds every value of every format exactly, in the shape of `codes`.
+    """The values of codes, in the shape of `codes`, as float64, which represents all values of all formats exactly.
 
     Empty input gives empty output.
 

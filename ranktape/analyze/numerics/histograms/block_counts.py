@@ -103,7 +103,7 @@ def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
     """The counts of blocks in the stored array of a tensor; empty if only bit patterns were counted.
 
     Raises:
-        DataError: The counts are damaged.
+        DataError: the counts are damaged.
     """
     if words.size == NUM_CODES:
         return []

@@ -256,7 +256,7 @@ class BlockHistogram(BlockCounts):
         """The exponent of the scale of each cell's blocks, before an offset is added and the sum is clamped.
 
         Raises:
-            UsageError: The classes do not determine the scales.
+            UsageError: the classes do not determine the scales.
         """
         if not self.answers(rule, element):
             raise UsageError(
@@ -306,7 +306,7 @@ def count_blocks(
     is None, there is one thread per core.
 
     Raises:
-        UsageError: The dtype is wider or not a floating-point one, there is no such axis, or `block_size` or `threads`
+        UsageError: the dtype is wider or not a floating-point one, there is no such axis, or `block_size` or `threads`
             is less than 1.
     """
     found = count_few_cells(array, axis=axis, block_size=block_size, threads=threads, rounded_to=rounded_to)
@@ -326,7 +326,7 @@ def count_few_cells(
     """`count_blocks`, or None if there are more than `max_cells` cells, as for random bit patterns.
 
     Raises:
-        UsageError: As for `count_blocks`.
+        UsageError: as for `count_blocks`.
     """
     dtype = _counted_dtype(array.dtype, rounded_to)
     shaped = array.reshape(1) if array.ndim == 0 else array

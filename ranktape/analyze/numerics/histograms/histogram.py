@@ -194,7 +194,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
     `threads` does not change the counts. If it is None, there is one thread per core.
 
     Raises:
-        UsageError: The dtype is wider or not one of records, the byte order is big-endian, or `threads` is less than 1.
+        UsageError: the dtype is wider or not one of records, the byte order is big-endian, or `threads` is less than 1.
     """
     dtype_name(array.dtype)  # raises if it is not in `DTYPES`
     if array.dtype.itemsize > HALF_NBYTES:
@@ -237,7 +237,7 @@ def own_limits(dtype: np.dtype[Any]) -> Limits:
     """The limits of a dtype: only infinities overflow, nothing is flushed, and integers have no subnormals.
 
     Raises:
-        UsageError: The dtype is not one of records.
+        UsageError: the dtype is not one of records.
     """
     row = dtype_row(dtype_name(dtype))
     if not row.is_floating and not row.is_complex:
@@ -263,7 +263,7 @@ def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
     rounded to float64.
 
     Raises:
-        UsageError: The dtype is not one of records, or the array has no dimension `sample_dim`.
+        UsageError: the dtype is not one of records, or the array has no dimension `sample_dim`.
     """
     tallies = scan(array, limits=own_limits(array.dtype), sample_dim=sample_dim)
     total = max(1, tallies.num_elements)
@@ -286,7 +286,7 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
     NaN counts only as NaN. Infinities are beyond every limit.
 
     Raises:
-        UsageError: The dtype is not one of records, or the array has no dimension `sample_dim`.
+        UsageError: the dtype is not one of records, or the array has no dimension `sample_dim`.
     """
     row = dtype_row(dtype_name(array.dtype))
     if sample_dim is not None and not 0 <= sample_dim < array.ndim:

@@ -39,7 +39,7 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
     are rounded to float64.
 
     Raises:
-        UsageError: The dtype is not one of records.
+        UsageError: the dtype is not one of records.
     """
     row = dtype_row(dtype_name(array.dtype))
     flat = np.ascontiguousarray(array).reshape(-1)

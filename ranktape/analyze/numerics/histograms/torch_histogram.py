@@ -32,7 +32,7 @@ def count_tensor(tensor: torch.Tensor) -> Histogram:
     """`count_values` of a tensor of any shape and layout with a dtype of at most 16 bits.
 
     Raises:
-        UsageError: The dtype is wider, as all complex ones are.
+        UsageError: the dtype is wider, as all complex ones are.
     """
     import torch
 
@@ -52,7 +52,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     """`count_blocks` of a tensor with a floating-point dtype of at most 16 bits.
 
     Raises:
-        UsageError: The dtype is wider or not a floating-point one, there is no such axis, or `block_size` is below 1.
+        UsageError: the dtype is wider or not a floating-point one, there is no such axis, or `block_size` is below 1.
     """
     import torch
 

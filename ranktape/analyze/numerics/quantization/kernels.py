@@ -506,7 +506,7 @@ class CompiledRows:
 
         scheme, num_columns = self.groups.plan.scheme, self.numbers_RC.shape[1]
         top, infinity = _TOP_AND_INFINITY[self.numbers_RC.itemsize]
-        # NaN and infinities count for blocks, whose scales they make NaN.
+        # Blocks with NaN or infinities get a largest magnitude that makes their scale NaN.
         last = top if scheme.scaling is Scaling.BLOCK else infinity - 1
         found = self._raised((self.num_groups, -(-num_columns // self.run)), self.group_R, self.run, last)
         of_all = 0.0

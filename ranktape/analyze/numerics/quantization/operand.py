@@ -52,7 +52,8 @@ class QuantizedOperand:
 
     values: torch.Tensor
     """Contiguous values, whose product with `factor` is the operand. They are bfloat16 if that represents all of them,
-    so that a product in bfloat16 loses nothing, else float32. NaN where a block or an element is NaN."""
+    so that a product in bfloat16 loses nothing, else float32. NaN where a block or an element is NaN.
+    """
     factor: float | torch.Tensor
     """A finite factor that is constant along the sum: a number, or a float32 for each row."""
 

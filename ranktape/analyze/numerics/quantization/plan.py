@@ -132,7 +132,7 @@ def plan_of(
     scheme = _with_scale(_scheme(name, scaling=scaling, block_size=block_size), scale_format=scale_format)
     element = scheme.element
     check_values(element)
-    element.overflow_value(saturate=saturate)  # raises if the format has nothing to overflow to
+    element.overflow_value(saturate=saturate)  # raises if it is False and the format has no infinity and no NaN
     return QuantizePlan(
         scheme=scheme,
         axis=_axis(axis, num_dims=num_dims, scheme=scheme),

@@ -176,7 +176,7 @@ def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> 
 
 
 def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> Any:
-    """The scales with which these largest finite magnitudes become `stretch` of the target; 1 if a magnitude is 0."""
+    """The scales that map these largest finite magnitudes to the target over `stretch`; 1 if a magnitude is 0."""
     xp, stored = namespace(largest), plan.scheme.scale or FORMATS["fp32"]
     nearest = xp.asarray(largest * stretch / _number(exact_target(plan.scheme.element), largest), dtype=xp.float32)
     shifted = xp.asarray(_shifted(xp.asarray(nearest, dtype=xp.float64), plan.scale_offset), dtype=xp.float32)

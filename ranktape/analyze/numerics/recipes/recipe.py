@@ -47,7 +47,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 class OperandRecipe:
     """How one operand of a product is quantised, along the dimension that the product sums over.
 
-    The fields are options of `quantize`; None means the default of the scheme or format.
+    All fields except `prescale` are options of `quantize`, where None means the default of the scheme or format.
 
     Raises:
         UsageError: an option is unknown, out of range, or has no effect on the scheme.

@@ -93,7 +93,7 @@ def legacy_histogram(numbers: NDArray[Any] | Histogram) -> Histogram:
     """The histogram of a tensor after the tool's cast to bfloat16.
 
     Raises:
-        UsageError: The dtype is not one of records.
+        UsageError: the dtype is not one of records.
     """
     if isinstance(numbers, Histogram):
         if numbers.dtype == _BFLOAT16:
@@ -124,7 +124,7 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
     errors and a cosine of 0.
 
     Raises:
-        UsageError: The tool does not support the format or the rounding.
+        UsageError: the tool does not support the format or the rounding.
     """
     check_legacy(target, options=options)
     values, counts = histogram.pairs()
@@ -165,7 +165,7 @@ def check_legacy(target: Format, *, options: SweepOptions) -> None:
     """Check that the tool supports a format and a rounding.
 
     Raises:
-        UsageError: The tool does not support them.
+        UsageError: the tool does not support them.
     """
     if target not in LEGACY_FORMATS:
         known = ", ".join(known.name for known in LEGACY_FORMATS)

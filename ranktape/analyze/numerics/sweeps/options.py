@@ -182,7 +182,7 @@ def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
     """The scheme and the mode of a sweep of the named format with these options.
 
     Raises:
-        UsageError: The format is unknown, does not need a scale or has no sign, or the mode or the rounding does not
+        UsageError: the format is unknown, does not need a scale or has no sign, or the mode or the rounding does not
             support it.
     """
     named = parse_scheme(name)
@@ -216,7 +216,7 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
     """The schemes and the modes of the named formats.
 
     Raises:
-        UsageError: As for `resolve`, or none of the formats uses an option that is given.
+        UsageError: as for `resolve`, or none of the formats uses an option that is given.
     """
     found = [resolve(name, options=options) for name in names]
     with_blocks = [scheme for scheme, mode in found if mode is SweepMode.MX]

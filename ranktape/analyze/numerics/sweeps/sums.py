@@ -447,7 +447,7 @@ def sums_of_blocks(
     At least one such element must be nonzero.
 
     Raises:
-        UsageError: The classes of the histogram do not determine the scales of the rule for the format.
+        UsageError: the classes of the histogram do not determine the scales of the rule for the format.
     """
     end = (1 << (scale_bits - 1)) - 1
     # Cells with the same magnitude whose blocks have the same scale are merged.

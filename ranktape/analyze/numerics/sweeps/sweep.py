@@ -110,7 +110,7 @@ def sweep_array(
     depend on `threads`.
 
     Raises:
-        UsageError: The dtype is not one of records, or is an integer or Boolean one. The format is unknown or does not
+        UsageError: the dtype is not one of records, or is an integer or Boolean one. The format is unknown or does not
             need a scale. The options do not apply to the format.
     """
     return sweep_formats(array, formats=[format], options=options, threads=threads)[0]
@@ -128,7 +128,7 @@ def sweep_formats(
     `numbers` is an array as for `sweep_array`, or the `Histogram` or `BlockHistogram` of an array.
 
     Raises:
-        UsageError: As for `sweep_array`, or the histogram is not sufficient for a format.
+        UsageError: as for `sweep_array`, or the histogram is not sufficient for a format.
     """
     chosen = options or SweepOptions()
     return sweep_schemes(numbers, resolve_all(formats, options=chosen), options=chosen, threads=threads)
@@ -144,7 +144,7 @@ def sweep_schemes(
     """`sweep_formats` for the schemes and modes that `resolve` returns; options that none of them uses are allowed.
 
     Raises:
-        UsageError: As for `sweep_formats`.
+        UsageError: as for `sweep_formats`.
     """
     source = _Source(numbers, options=options, threads=threads)
     return tuple(source.sweep(scheme, mode) for scheme, mode in wanted)
