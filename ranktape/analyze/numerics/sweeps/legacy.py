@@ -18,7 +18,7 @@ It differs from the other modes as follows:
 * The logarithm that gives the exponents is rounded to bfloat16: above 2.87e38 it becomes 128, and the result is NaN. A
   value just below half of the smallest subnormal one rounds up to that, because one half is added to it in bfloat16.
 * Squares were computed in float32: they are infinite for errors beyond 1.8e19, and inaccurate or 0 for errors below
-  1e-19. The recommendation of the tool for such tensors is unknown; `legacy_note` gives a note.
+  1e-19. The recommendation of the tool for such tensors is unknown, as `legacy_note` reports.
 * The composite score compares absolute errors, with 1e-10 added to the divisor. For small tensors, such as gradients,
   it depends only on cosine and PSNR. If a level has no error, the scores are NaN.
 """

@@ -16,15 +16,15 @@ DECIBELS_PER_BIT = 20 * math.log10(2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """The effect of rounding the finite values x of a tensor to a format with one scale.
+    """The effect of rounding the finite values x of a tensor to a format with one scale, or one offset to all scales.
 
     y is x divided by the scale, rounded to the format, and multiplied by the scale.
     """
 
     exponent: float
-    """Exponent of the scale, which need not be a whole number."""
+    """Exponent of the scale, which need not be a whole number, or offset to the exponents of all scales."""
     scale: float
-    """2**`exponent`, by which values are divided before they are rounded."""
+    """2**`exponent`: the scale, or the factor by which an offset multiplies all scales."""
     mse: float
     """Mean of (x - y) squared."""
     rmse: float
