@@ -110,8 +110,8 @@ def sweep_array(
     depend on `threads`.
 
     Raises:
-        UsageError: the dtype is not one of records, or is an integer or Boolean one. The format is unknown or does not
-            need a scale. The options do not apply to the format.
+        UsageError: the dtype is not one of records, or is an integer or Boolean one; the format is unknown or does not
+            need a scale; or the options do not apply to the format.
     """
     return sweep_formats(array, formats=[format], options=options, threads=threads)[0]
 
