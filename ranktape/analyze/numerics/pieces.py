@@ -116,10 +116,10 @@ def num_threads(threads: int | None) -> int:
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int | None) -> list[Result]:
     """Apply `work` to each item, in threads if there is more than one of both, and return results in order.
 
-    Threads only save time if the work releases the GIL.
+    Threads only save time if the work releases the GIL. If it raises exceptions, that of the first such item is raised.
 
     Raises:
-        UsageError: `threads` is less than 1. An exception of the work is also raised: that of the first such item.
+        UsageError: `threads` is less than 1.
     """
     count = min(num_threads(threads), len(items))
     if count <= 1:

@@ -174,7 +174,7 @@ def count_in_tables(
     """Count the values of an array with at least one dimension, converted to `dtype`; None if they exceed `max_cells`.
 
     Raises:
-        UsageError: A block has too many elements for its counts, or `threads` is less than 1.
+        UsageError: a block has too many elements for its counts, or `threads` is less than 1.
     """
     block_length = max(1, min(block_size, array.shape[axis]))
     if block_length >= _MAX_COUNTED:

@@ -69,7 +69,7 @@ class SweepOptions:
     """The scales that a sweep tries, and the rounding of values.
 
     Raises:
-        UsageError: A value is not allowed.
+        UsageError: a value is not allowed.
     """
 
     mode: SweepMode | None = None
@@ -157,7 +157,7 @@ class SweepOptions:
         """The offsets to the exponents of a scale rule: distinct, evenly spaced integers.
 
         Raises:
-            UsageError: A limit is not a whole number, or there are fewer integers between the limits than levels.
+            UsageError: a limit is not a whole number, or there are fewer integers between the limits than levels.
         """
         for option, end in (("max", self.max_scale_exp), ("min", self.min_scale_exp)):
             if end is not None and end != np.rint(end):
