@@ -162,7 +162,7 @@ class ComparedPair:
         self.diverges: bool | None = None
         """Whether the difference is larger than what is tolerated; None if that cannot be decided.
 
-        If only distributions are compared, any difference is a divergence, and with a tolerance or noise it is None.
+        If only distributions are compared, any difference is a divergence; with a tolerance or noise, this is None.
         """
         if differences is None:
             if distances is not None and judge.is_same_tensor and not judge.tolerance and not judge.has_noise:

@@ -185,7 +185,7 @@ def far_finding(
 
 
 def without(binades: float, value: float) -> float:
-    """A positive number divided by a power of two, which may be beyond float64 where the quotient is not."""
+    """A positive number divided by 2**binades, even if that exceeds float64; the largest float64 if it overflows."""
     mantissa, exponent = math.frexp(value)
     whole = math.floor(binades)
     try:
@@ -205,7 +205,7 @@ def number_text(value: float) -> str:
 
 
 def percent_text(ratio: float) -> str:
-    """A ratio in percent; 100 % only if the ratio is exactly 1."""
+    """A ratio in percent; 0 % and 100 % only if it is exactly 0 or 1."""
     text = f"{100 * ratio:.3g} %"
     return "<100 %" if text == "100 %" and ratio < 1 else text
 

@@ -52,7 +52,10 @@ def saturated(survey: Survey) -> Iterator[Finding]:
 def _counted(
     survey: Survey, counts: Codes, places: Codes, kind: str, what: str, *, severity: Severity = Severity.HIGH
 ) -> Finding:
-    """A finding about records of one site. Lost values spread, so the title is about the iteration of their start."""
+    """A finding about records of one site, given with the largest ratio first.
+
+    Since lost values spread, it is about the first iteration, and later records only follow in `places`.
+    """
     times = survey.times[places]
     is_first = times == times.min()
     beginning = places[is_first]
@@ -241,7 +244,7 @@ class _Gradients:
         return found
 
     def is_often(self, empty: Codes) -> bool:
-        """Whether half of a site's records are lost, or half of those of a rank, in several iterations."""
+        """Whether at least half of a site's records are lost, or of those of one rank in several iterations."""
         if not empty.size:
             return False
         survey, ranks, is_here = self._survey, self._survey.fields["rank"], self._records_of_site(int(empty[0]))

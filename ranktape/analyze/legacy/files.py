@@ -402,8 +402,8 @@ class Folder:
     def __init__(self, path: Path, *, skip_unreadable: bool = False, any_name: bool = False) -> None:
         """List the names, and open the files whose names do not contain both iteration and rank.
 
-        If `any_name` is true, `.pt` files with any other name are included, and a list in a file can have more entries
-        than its tensor. If `skip_unreadable` is true, every file is opened now, and unreadable ones are left out.
+        If `any_name` is true, readable `.pt` files with any other name are included, and a list in a file can have more
+        entries than its tensor. If `skip_unreadable` is true, all files are opened now, and unreadable ones left out.
 
         Raises:
             DataError: a file that has to be opened cannot be read, and `skip_unreadable` is false.
@@ -412,7 +412,7 @@ class Folder:
         self.url = str(path)
         """Path of the folder or file."""
         self.foreign: list[str] = []
-        """Names of files with unknown names, and of links that lead out of the folder."""
+        """Names that are unknown, and names of links that lead out of the folder."""
         self.unreadable: dict[str, str] = {}
         """The reason for each file that was left out."""
         self._any_name, is_alone = any_name, path.is_file()
@@ -428,7 +428,7 @@ class Folder:
         for_each(SourceFile.fields, unnamed, at_once=NUM_THREADS)
         foreign = set(self.foreign)
         self.paths = [entry for entry in paths if entry.name not in foreign]
-        """Every file with a known name, readable or not."""
+        """Every file that was accepted by its name, readable or not."""
         self.files: Sequence[SourceFile] = sorted(files, key=_order)
         """The files with a tensor, ordered by iteration, rank and time of writing."""
         _tell_apart(self.files)

@@ -290,7 +290,7 @@ class Point(NamedTuple):
     values: BinnedValues | None
     """Histogram of the finite values, with bins of equal width; None without values, or if histograms are disabled."""
     binades: BinnedValues | None
-    """Histogram of the nonzero magnitudes by binade, with base-2 exponents as edges; None as for `values`."""
+    """Histogram of the nonzero magnitudes by binade, with base-2 exponents as edges; None if empty or disabled."""
 
 
 def points(

@@ -24,7 +24,7 @@ Need = Callable[["PlotData"], str]
 """Gives the reason why a plot cannot be drawn for a selection, or "". Only reads the catalogue."""
 
 DEFAULT_RECIPES = "mxfp8,mxfp4,nvfp4"
-"""The default recipes: those that hardware supports."""
+"""The default recipes of the plots: those that hardware supports."""
 
 COLUMN_FIELDS = ("iteration", "rank", "microbatch", "call", "batch_size")
 """The integer fields whose values can be the columns of a heat map of layers."""
@@ -125,7 +125,7 @@ def plot(
     reads_values: bool = False,
     **options: Any,
 ) -> Plot:
-    """A row of the table; see `Plot.missing` for the requirement if `needs` is empty."""
+    """A row of the table. If `needs` is empty, a plot in `GROUPED` requires two values of its first field."""
     return Plot(function=function, by=by, of=of or {}, needs=needs, reads_values=reads_values, options=options)
 
 
