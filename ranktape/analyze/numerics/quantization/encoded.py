@@ -147,9 +147,11 @@ class Quantized:
     values: Any
     """Dequantised values in the shape of the input: float64 if the input is float64, else float32."""
     scales: Any
-    """The stored scales; None if the scheme has none. The scales of blocks have the shape of the input with blocks
-    along the axis: codes of the scale format as uint8 (e8m0, e4m3 for NVFP4; 0xFF or 0x7F if the block is NaN), or
-    float32 if that format is fp32. The scale of a tensor and the scales of channels along the axis are float32.
+    """The stored scales; None if the scheme has none.
+
+    The scales of blocks have the shape of the input with blocks along the axis. They are codes of the scale format as
+    uint8 (e8m0, e4m3 for NVFP4; 0xFF or 0x7F if the block is NaN), or float32 if that format is fp32. The scale of a
+    tensor and the scales of channels along the axis are float32.
     """
     scale_values: Any
     """The numbers that `scales` represent, as float64; None if there are no scales."""

@@ -51,8 +51,10 @@ class QuantizedOperand:
     """A quantised matrix as the operand of a product that sums over its last dimension."""
 
     values: torch.Tensor
-    """Contiguous values, whose product with `factor` is the operand. They are bfloat16 if that represents all of them,
-    so that a product in bfloat16 loses nothing, else float32. NaN where a block or an element is NaN.
+    """Contiguous values, whose product with `factor` is the operand.
+
+    They are bfloat16 if that represents all of them, so that a product in bfloat16 is exact, else float32. Elements of
+    blocks that are NaN are NaN.
     """
     factor: float | torch.Tensor
     """A finite factor that is constant along the sum: a number, or a float32 for each row."""
@@ -221,7 +223,7 @@ def _multiplies_bf16(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """Multiply float32 matrices in this precision on a CPU, and in `ieee` on CUDA, despite the process's settings."""
+    """Use this precision for float32 products on a CPU, and `ieee` on CUDA, regardless of the process's settings."""
     import torch
 
     with _SETTING:
