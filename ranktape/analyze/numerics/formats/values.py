@@ -235,8 +235,8 @@ def uniforms_at(index: Any, *, seed: int) -> Any:
 def mix(state: Any) -> Any:
     """The output function of splitmix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit numbers.
 
-    It uses only operations of int64 that all backends have, products modulo 2**64 and arithmetic shifts, and masks the
-    copies of the sign:
+    Each bit of the result depends on every bit of the state. All operations are available for int64 everywhere:
+    products modulo 2**64, and arithmetic shifts, whose copies of the sign are masked away:
 
         x ^= (x >> 30) & (2**34 - 1);  x *= 0xBF58476D1CE4E5B9
         x ^= (x >> 27) & (2**37 - 1);  x *= 0x94D049BB133111EB
