@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
+from ranktape.capture.hooks.coverage import Sight, find_coverage
+from ranktape.capture.passes.passes import Frame
 from ranktape.storage import open_run
 from tests.capture.trainings import (
     BATCH,
@@ -217,3 +219,10 @@ def test_experts_in_another_dtype_are_seen(tmp_path: Path) -> None:
     run = lawful(Task(make=grouped), tmp_path / "run").run
     record = only(run, iteration=0, module="experts", tensor_name="grad_weight")
     assert (record.shape, str(record.dtype), record.layout) == ((3, WIDTH, WIDTH), "bfloat16", "EIO")
+
+
+def test_a_rank_whose_shards_have_no_elements_is_seen() -> None:
+    frame = Frame("layer", nn.Linear(1, 1, bias=False).requires_grad_(False), -1)
+    frame.module.weight = nn.Parameter(torch.empty(0, 1))
+    found = find_coverage([frame], sight=lambda *_: Sight.IDLE, attending=(), sources=())
+    assert found.text() == "hooks see 100 % of the model's weights"

@@ -106,14 +106,14 @@ class Bench:
         self.committer = Committer(self.storer, say=self._say, on_word=lambda _: None)
         self._staged: dict[int, Staged] = {}
 
-    def put(
+    def stage(
         self,
         iteration: int,
         arrays: dict[str, np.ndarray[Any, Any]],
         *,
         said: dict[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Stage an iteration, and have the threads take it; `said` is what headers have beside the usual."""
+    ) -> Staged:
+        """Stage the tensors of an iteration, and have the threads store them; `said` are further fields of headers."""
         staged = self.storer.begin(iteration)
         for counter, (module, array) in enumerate(arrays.items()):
             fields = header_of(array, iteration=iteration, module=module, counter=counter)
@@ -124,6 +124,17 @@ class Bench:
             taken = self.ring.take()
             assert taken is not None
             self.storer.submit(taken, staged)
+        return staged
+
+    def put(
+        self,
+        iteration: int,
+        arrays: dict[str, np.ndarray[Any, Any]],
+        *,
+        said: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Stage an iteration to its end, and have the threads store and commit it."""
+        staged = self.stage(iteration, arrays, said=said)
         self.producer.put(SlotKind.END, end_of(iteration, arrays), timeout_seconds=60)
         taken = self.ring.take()
         assert taken is not None
@@ -233,6 +244,17 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     assert ("--spill-dir" in statuses[1].missing[0]) is (error is NoSpaceError)
     leftovers = list((bench.url / bench.attempt.path / "rank_00000").glob("iter_00000001/**/*.json"))
     assert error is not NoSpaceError or not leftovers, "what failed for lack of space still takes it"
+
+
+def test_an_iteration_that_fails_gives_back_what_it_had_stored(make: Callable[..., Bench]) -> None:
+    bench = make()
+    staged = bench.stage(0, {f"layer.{number}": np.ones(100, np.float32) for number in range(5)})
+    for future in staged.futures:
+        future.result()
+    assert bench.storer.rank_writer.held_nbytes == 2000
+    bench.storer.fail(staged, "the training was cut off")
+    assert bench.storer.rank_writer.held_nbytes == 0
+    assert bench.producer.pending_nbytes == 0
 
 
 def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..., Bench]) -> None:

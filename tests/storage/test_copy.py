@@ -270,6 +270,13 @@ def test_memory_is_bounded_and_what_is_larger_goes_alone() -> None:
         thread.join(timeout=30)
     assert len(most) == 35
     assert max(most) == 25
+    waiting = threading.Thread(target=work, args=(7,))
+    with budget.taken(4):
+        waiting.start()
+        waiting.join(timeout=0.2)
+        assert waiting.is_alive()
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
 
 
 def test_a_copy_keeps_what_is_removed_at_the_source_later(tmp_path: Path, target: Backend) -> None:

@@ -101,7 +101,7 @@ def find_coverage(
     attending: Iterable[Frame],
     sources: Collection[Source],
 ) -> Coverage:
-    """The coverage in an iteration. If a model has no weights, the whole model is seen.
+    """The coverage in an iteration. If the weights have no elements, the whole model is seen.
 
     Args:
         frames: The modules of the model.
@@ -126,17 +126,18 @@ def find_coverage(
         if kind in _REASONS:
             unseen[label] += num_values
             reasons[label] = _REASONS[kind]
-    total = counts.total() or math.nan
-    shares = {label: num / total for label, num in unseen.most_common()}
+    total = counts.total()
+    # A rank's shards may have no elements. They are then seen, as in a model without weights.
+    shares = {label: num / max(total, 1) for label, num in unseen.most_common()}
     named = {
         label: f"{reasons[label]}: {_percent(share)} of the model's weights"
         for label, share in shares.items()
         if share >= MIN_SHARE
     }
     return Coverage(
-        seen=counts[Sight.SEEN] / total if weights else 1.0,
-        left_out=counts[Sight.LEFT_OUT] / total if weights else 0.0,
-        idle=counts[Sight.IDLE] / total if weights else 0.0,
+        seen=counts[Sight.SEEN] / total if total else 1.0,
+        left_out=counts[Sight.LEFT_OUT] / max(total, 1),
+        idle=counts[Sight.IDLE] / max(total, 1),
         unseen=named | _attention_by_hand(attending, sources=sources),
         shares=shares,
     )
