@@ -222,7 +222,7 @@ def test_experts_in_another_dtype_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_shards_have_no_elements_is_seen() -> None:
-    frame = Frame("layer", nn.Linear(1, 1, bias=False).requires_grad_(False), -1)
+    frame = Frame("layer", nn.Linear(1, 1), -1)
     frame.module.weight = nn.Parameter(torch.empty(0, 1))
     found = find_coverage([frame], sight=lambda *_: Sight.IDLE, attending=(), sources=())
     assert found.text() == "hooks see 100 % of the model's weights"
