@@ -233,11 +233,14 @@ class Capture:
     def step(self, iteration: int | None = None) -> None:
         """Advance the iteration by one, or to a given number, in trainings without an optimizer.
 
-        If an optimizer advances the iteration, a call without a number is ignored, with one warning.
+        If an optimizer advances the iteration, a call without a number is ignored, with one warning. In a forked child,
+        this does nothing.
 
         Raises:
             UsageError: the number is not greater than the running iteration's, or too large.
         """
+        if self.is_forked:
+            return
         if iteration is None and self._clock.has_ticked:
             self._console.warn_once(
                 "capture.step() is ignored, because the optimizer's step advances the iteration: remove the call, or "
@@ -257,9 +260,10 @@ class Capture:
     def trigger(self, why: str) -> None:
         """Have all ranks store the iterations that they hold in memory, in a capture with `record_last`.
 
-        In other captures, this does nothing. The training does not wait.
+        In other captures, and in a forked child, this does nothing. The training does not wait.
         """
-        self._tell_of_trigger("user", why)
+        if not self.is_forked:
+            self._tell_of_trigger("user", why)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """Stop the capture, wait until all staged tensors are stored, and return the verdict.

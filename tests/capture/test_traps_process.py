@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranktape.capture
 from ranktape.capture import Capture
 from ranktape.capture.rendezvous import RankPlace, Rendezvous
+from ranktape.capture.staging.ring_file import Counter as Ring
 from ranktape.storage import open_run
 from tests.capture.models import NUM_TENSORS, Net
 from tests.capture.trainings import steps
@@ -128,6 +130,39 @@ def test_a_forked_process_changes_nothing_and_is_not_waited_for(tmp_path: Path) 
     run = open_run(tmp_path / "run")
     assert run.iterations == [0, 1]
     assert len(run.select(iteration=0)) == NUM_TENSORS
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda capture: capture.trigger("the node is taken away"), id="trigger"),
+        pytest.param(lambda capture: capture.step(7), id="step"),
+        pytest.param(lambda _: signal.raise_signal(signal.SIGUSR1), id="signal"),
+    ],
+)
+def test_a_forked_process_writes_nothing_into_the_ring(tmp_path: Path, act: Callable[[Capture], None]) -> None:
+    """Workers that load data have the signal handlers of the training, and a scheduler signals all processes."""
+    model = Net()
+    with Capture(tmp_path / "run", record_last=1) as capture:
+        steps(model, 1)
+        ring = capture._process.ring
+        names = (Ring.PUBLISHED, Ring.SIGNALS, Ring.STEP)
+        before = [ring.counter(name) for name in names]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                act(capture)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [ring.counter(name) for name in names] == before
+        steps(model, 1)
+    assert open_run(tmp_path / "run").triggers() == []
 
 
 def test_a_forked_process_that_leaves_the_block_ends_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ has its own connection. A collective that hangs does not block it, and nothing w
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
 import time
@@ -51,12 +52,13 @@ class Signals:
         self._replaced.clear()
 
     def _wrap(self, number: signal.Signals) -> None:
-        before = signal.getsignal(number)
+        before, owner = signal.getsignal(number), os.getpid()
         if before is signal.SIG_IGN or (before is not signal.SIG_DFL and not callable(before)):
             return
 
         def handle(caught: int, frame: FrameType | None) -> None:
-            self._on_signal(caught)
+            if os.getpid() == owner:  # a forked child has the handler, too
+                self._on_signal(caught)
             if callable(before):
                 before(caught, frame)
 
