@@ -126,6 +126,16 @@ def test_nvfp4_beyond_float32_loses_what_quantising_to_it_loses(largest: float, 
     assert_direct(sweep_array(array, format=scheme, options=SweepOptions(**FIVE)), array, format=scheme)
 
 
+@pytest.mark.parametrize("largest", [1e155, 1e180])
+def test_the_direction_of_nvfp4_is_known_where_squares_are_beyond_float64(largest: float) -> None:
+    x = np.array([[1.0, -1 / 3, 1 / 7, 0.0] * 4])
+    for level in sweep_array(largest * x, format="nvfp4", options=SweepOptions(**FIVE)).levels:
+        y = quantize(largest * x, "nvfp4", scale_offset=int(level.exponent), warn=False).values
+        y = np.asarray(y) / np.abs(y).max()
+        cosine = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
+        assert level.cosine == pytest.approx(cosine, rel=1e-6)
+
+
 def test_nvfp4_of_the_largest_float64_loses_nearly_all_and_says_so() -> None:
     levels = sweep_array(np.array([1e300, 0.0]), format="nvfp4").levels
     assert len(levels) == 21

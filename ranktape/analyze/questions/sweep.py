@@ -51,7 +51,7 @@ from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
 from ranktape.storage.records.records import Records
 
-KEPT_VERSION = f"4-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+KEPT_VERSION = f"5-{DIGEST_VERSION}-{BLOCKS_VERSION}"
 """Versions of the cached sweeps, and of the counts that they are computed from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")

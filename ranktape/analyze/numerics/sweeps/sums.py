@@ -497,7 +497,8 @@ def sums_of_groups(
     def levels(largest_G: Floats) -> Iterator[tuple[Floats, Floats]]:
         for own in plans:
             before, after = factors_of(group_scales(largest_G, plan=own, largest_of_all=largest), plan=own)
-            yield before, np.ldexp(after, -shift) if shift else after
+            # float32 scales of NVFP4 would underflow.
+            yield before, np.ldexp(after.astype(np.float64), -shift) if shift else after
 
     @np.errstate(over="ignore", under="ignore")
     def part(box: Box) -> tuple[PartialSums, Floats]:
