@@ -18,7 +18,7 @@ from ranktape.analyze.numerics.quantization.encoded import LossSeverity
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
 from ranktape.analyze.numerics.sweeps.metrics import METRICS, Level
-from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
+from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMode, SweepOptions
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep, sweep_array
 from ranktape.analyze.questions.advice import (
     Position,
@@ -542,3 +542,10 @@ def test_nothing_chooses_no_format() -> None:
     assert (zeros.scheme.name, zeros.worst_sqnr, zeros.meets_target) == ("fp4_e2m1", math.inf, True)
     with pytest.raises(UsageError, match="--target-sqnr nan is not allowed"):
         best_format({}, target_sqnr=math.nan)
+
+
+@pytest.mark.parametrize(("largest", "exponent"), [(1.7e308, MAX_SCALE_EXPONENT), (1e-320, -MAX_SCALE_EXPONENT)])
+def test_a_common_scale_is_one_that_may_be_asked_for(largest: float, exponent: float) -> None:
+    grid = common_grid([sweep_array(np.array([largest, largest / 2]), format="fp8_e4m3")])
+    assert grid is not None
+    assert exponent in {grid.max_scale_exp, grid.min_scale_exp}

@@ -503,8 +503,9 @@ def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
     if with_levels[0].has_offsets:
         return options
     preferred = [level.exponent for sweep in with_levels if (level := sweep.recommended) is not None]
-    first = min(math.ceil(max(preferred)) + 1, MAX_SCALE_EXPONENT)
-    last = max(math.floor(min(preferred)) - 1, -MAX_SCALE_EXPONENT)
+    # float64 may prefer exponents that no option may have.
+    ends = math.ceil(max(preferred)) + 1, math.floor(min(preferred)) - 1
+    first, last = (max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, end)) for end in ends)
     if with_levels[0].mode is SweepMode.LEGACY:
         # The values 10 and -10 would mean that no end was given.
         first, last = first + (first == UNSET_EXPONENTS[0]), last - (last == UNSET_EXPONENTS[1])
