@@ -174,7 +174,7 @@ class TableRows(Sequence[tuple[Any, ...]]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TableRows | tuple) and tuple(self) == tuple(other)
 
-    __hash__ = None  # values may be lists
+    __hash__ = None  # type: ignore[assignment]  # values may be lists
 
     def take(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> TableRows:
         """Some of the rows, in the given order."""
