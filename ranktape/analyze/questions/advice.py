@@ -503,7 +503,7 @@ def common_grid(sweeps: Sequence[ScaleSweep]) -> SweepOptions | None:
     if with_levels[0].has_offsets:
         return options
     preferred = [level.exponent for sweep in with_levels if (level := sweep.recommended) is not None]
-    # float64 may prefer exponents that no option may have.
+    # The preferred exponents of float64 tensors may exceed the limits of the options.
     ends = math.ceil(max(preferred)) + 1, math.floor(min(preferred)) - 1
     first, last = (max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, end)) for end in ends)
     if with_levels[0].mode is SweepMode.LEGACY:
