@@ -281,14 +281,14 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
     import torch
     import torch.distributed as dist
 
-    from ranktape.analyze.numerics import kernels
+    from ranktape.analyze.numerics import digest_kernels
     from ranktape.analyze.numerics.histograms.moments import warm_up
 
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = ", ".join(f"{device.name} ({nbytes_text(device.total_memory)})" for device in devices)
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
     warm_up()  # loads the compiled kernels of a writer, or compiles and caches them
-    cache = kernels.count.stats.cache_path  # type: ignore[attr-defined]  # numba has no types
+    cache = digest_kernels.fill_statistics.stats.cache_path  # type: ignore[attr-defined]  # numba has no types
     has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
     of_gpus, build = "for trainings on GPUs: a build of torch", "for trainings on CPUs: a build of torch with gloo"
     examined = [

@@ -128,7 +128,7 @@ def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     plain = python(*words, cwd=tmp_path)
     assert str(list(words)) in plain.stdout
     launched = python(*LAUNCH, "--capture", "launched", "--start-at", "1", *words, cwd=tmp_path)
-    ended = python(*words, cwd=tmp_path, env={**RUN, "RANKTAPE_START": "1"})
+    ended = python(*words, cwd=tmp_path, env={**RUN, "RANKTAPE_START_AT": "1"})
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == plain.stdout == launched.stdout
     *lines, last = own_lines(launched)
@@ -190,7 +190,7 @@ def test_an_exit_that_the_script_takes_back_is_no_failure(tmp_path: Path) -> Non
         optimizer.step()
     """
     write_script(tmp_path, after=after)
-    ended = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_START": "9"})
+    ended = python("train.py", cwd=tmp_path, env={**RUN, "RANKTAPE_START_AT": "9"})
     assert ended.returncode == 0
     assert "the training ended after 4 iterations" in reason_of(tmp_path / "run")
 
