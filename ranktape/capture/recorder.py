@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
@@ -335,8 +336,10 @@ class Recorder:
 
     def next_index(self, source: Source, role: TensorRole) -> int:
         """Number of earlier tensors of this source and role in the microbatch, as the index of one without a call."""
-        place = self.tracker.mode, self.tracker.microbatch
-        return sum(key[:2] == place for key in self.expected.site(source, role).taken)
+        mode, microbatch = self.tracker.mode, self.tracker.microbatch
+        taken = self.expected.site(source, role).taken
+        # Indices without a call are consecutive, so that a search takes few steps however many there are.
+        return bisect.bisect_left(range(len(taken)), True, key=lambda index: (mode, microbatch, index) not in taken)  # noqa: FBT003  # positional
 
     def _fail(self, error: Exception, source: Source | None = None, role: TensorRole | None = None) -> None:
         """Disable what failed, or raise an exception if the capture is strict."""
