@@ -28,23 +28,23 @@ COMMANDS = {
 SECTIONS = {
     "What was recorded": {
         "ls": "List records, or count them by the values of fields.",
-        "stats": "Mean, deviation, extremes, moments and percentiles.",
-        "distribution": "Histograms, quantiles and distances of distributions.",
+        "stats": "Compute mean, deviation, extremes and percentiles.",
+        "distribution": "Show histograms, quantiles and fits of values.",
     },
     "What is wrong": {
-        "findings": "What is wrong in a run, and where: begin here.",
-        "overflow": "Overflow, underflow, NaN, Inf and zeros, by any field.",
+        "findings": "Find what is wrong in a run, and where. Start here.",
+        "overflow": "Count overflow, underflow, NaN, Inf and zeros.",
         "trend": "Follow metrics over the iterations.",
         "trace": "Follow one sample or call through the layers.",
-        "compare": "Where two runs, ranks or samples first differ.",
+        "compare": "Find where two runs, ranks or samples differ.",
     },
     "Which precision": {
-        "sweep": "The scale with which each tensor loses least.",
-        "replay": "The error of products by recipe; precision plans.",
+        "sweep": "Find the best scale of each tensor in a format.",
+        "replay": "Compute products again by recipe; make a plan.",
     },
     "Pictures and pages": {
         "plot": "Draw plots, and print the path of each.",
-        "report": "One page to send: findings, maps and charts.",
+        "report": "Write one HTML page: findings, maps and charts.",
     },
 }
 """The commands in the order and sections of the help."""
@@ -129,9 +129,9 @@ class _AnalyzeGroup(RanktapeGroup):
     context_settings={"max_content_width": 100},
 )
 def cli() -> None:
-    """Ask questions about a recorded run.
+    """Analyze a recorded run.
 
-    RUN is a URL or a path: a run, a folder of .pt files of the legacy tools, or one such file. Filters are the names of
-    a record's fields (--layer-idx, --tensor-name, ...). A value is a text with * and ?, a number, a range (0-3,
-    10:20:2) or alternatives (0,2,5); an option may be repeated.
+    RUN is the path or URL of a run, of a folder of .pt files of the legacy tools, or of one such file. Each filter has
+    the name of a field of records (--layer-idx, --tensor-name, ...). Its value is a text, in which * and ? are
+    wildcards, a number, a range (0-3, 10:20:2) or a list of alternatives (0,2,5). Filters may be repeated.
     """

@@ -49,7 +49,7 @@ def parse_kinds(texts: Sequence[str]) -> list[Plot]:
 
 def kinds_text() -> str:
     """The plots by folder, for the end of the help."""
-    lines = ["Plots, by the folder that they go to with --all or several kinds:"]
+    lines = ["Plots by folder (--all and several kinds create these folders):"]
     for folder in FOLDERS:
         names = ", ".join(one.name for one in PLOTS.values() if one.folder == folder)
         lines += textwrap.wrap(f"{folder}: {names}", _HELP_WIDTH, subsequent_indent="  ")
@@ -75,19 +75,18 @@ def plot(
 ) -> None:
     """Draw plots, and print the path of each.
 
-    The default is one plot: overflow and underflow of each layer. `all` draws all plots into one folder for each kind
-    of analysis; a README.txt there says what each plot shows, and why others were left out.
+    The default is one plot, of overflow and underflow by layer. `all` draws all plots, into one folder for each kind of
+    analysis; a README.txt there describes each plot, or gives the reason why it was left out.
 
     Args:
-        kind (NAME): A name below, a pattern or a folder [overflow].
-        all: Every plot that the selection has something for.
-        format (NAME): Whose limits count: fp8_e5m2, hif8, nvfp4, bf16, ... [fp8_e4m3].
-        recipe (NAME): Recipes of replay_analysis: names or files; repeatable. With `all` those plots are left out where
-            none is named [mxfp8,mxfp4,nvfp4].
-        by (FIELD): Fields whose values make the groups of the plots that --kind names; of a heat map the field of its
-            columns; repeatable.
-        output (PATH): Where one plot goes, as .png, .svg or .pdf (NAME.png by default), or the folder of several
-            (draw).
+        kind (NAME): Name of a plot, a pattern or a folder [overflow].
+        all: Draw every plot for which the selection has data.
+        format (NAME): Format whose limits count: fp8_e5m2, nvfp4, ... [fp8_e4m3].
+        recipe (NAME): Recipes of replay_analysis: names or files; repeatable. With `all`, these plots need a recipe to
+            be given [mxfp8,mxfp4,nvfp4].
+        by (FIELD): Field whose values define the groups of the plots that --kind names, or the columns of a heat map;
+            repeatable.
+        output (PATH): File of one plot, as .png, .svg or .pdf [NAME.png], or folder of several plots [draw].
     """
     if all and kind:
         raise UsageError("--all and --kind exclude each other: --all is every kind")
@@ -173,17 +172,17 @@ def report(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> None:
-    """Write a page that says what is wrong in RUN and where, and print its path.
+    """Write an HTML page that shows what is wrong in RUN and where, and print its path.
 
-    One HTML file: findings, heat maps, tables, distributions, sweeps and filters. It opens from disk, loads nothing,
-    and can be sent or printed. For several sources it begins with how they differ from the first.
+    The page is one file with findings, heat maps, tables, distributions, sweeps and filters. It opens from disk, loads
+    nothing, and can be sent or printed. For several sources, it starts with a comparison of each with the first.
 
     Args:
-        format (NAME): Formats that are tried on up to 2,000 records; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1,
-            fp8_e4m3, hif8]
-        recipe (NAME): Recipes in which each product of each layer is computed again, as mxfp8,mxfp4,nvfp4: names, or
-            files, with commas between them; repeatable. None by default, as it takes the time of these products.
-        output (FILE): Where the page goes.  [default: report.html]
+        format (NAME): Format to try on up to 2,000 records; repeatable.  [default: mxfp8_e4m3, mxfp4_e2m1, fp8_e4m3,
+            hif8]
+        recipe (NAME): Recipes in which the products of layers are computed again: names or files, separated by commas;
+            repeatable. None by default, because it takes as long as these products.
+        output (FILE): Path of the page.  [default: report.html]
     """
     from ranktape.analyze.views.report.page import FORMATS, write_report
     from ranktape.storage.records.run import Run

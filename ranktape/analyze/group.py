@@ -78,7 +78,7 @@ class RanktapeCommand(click.Command):
                 is_eager=True,
                 callback=_print_section,
                 hidden=True,
-                help=f"Show what belongs to '{section.title}'.",
+                help=f"Show the options of '{section.title}'.",
             )
             for section in Section
             if section.flag is not None and section in sections

@@ -61,7 +61,7 @@ class SourcesArgument(click.Argument):
             raise
 
 
-FILTERS = {"source": "Which of several sources: mxfp8, 'run*'."} | {
+FILTERS = {"source": "Name of a source, if several are given: mxfp8, 'run*'."} | {
     field.name: field.help for field in RECORD_FIELDS if field.help
 }
 """The fields that have their own option, with its help. `--where` supports all fields."""
@@ -302,7 +302,9 @@ def _view(values: dict[str, Any]) -> View | None:
     return None if view is None else View(view)
 
 
-storage_options_option = click.option("--storage-options", type=JsonObject(), help="JSON object for fsspec.")
+storage_options_option = click.option(
+    "--storage-options", type=JsonObject(), help="Options of fsspec, as a JSON object."
+)
 """The option of every command that opens a store."""
 
 _filter_option = functools.partial(click.option, cls=SectionOption, section=Section.RECORDS)
@@ -314,9 +316,11 @@ _FILTER_OPTIONS = (
         _filter_option(flag_of(field), field, multiple=True, metavar="VALUE", help=text)
         for field, text in FILTERS.items()
     ),
-    _filter_option("--where", metavar="EXPR", help="As in \"overflow.ratio > 0 and phase == 'pre'\"."),
-    _filter_option("--storage-options", type=JsonObject(), help="JSON object for fsspec."),
-    _filter_option("--skip-unreadable", is_flag=True, help="Leave out .pt files that cannot be read, and name them."),
+    _filter_option("--where", metavar="EXPR", help="Expression: \"overflow.ratio > 0 and phase == 'pre'\"."),
+    _filter_option("--storage-options", type=JsonObject(), help="Options of fsspec, as a JSON object."),
+    _filter_option(
+        "--skip-unreadable", is_flag=True, help="Skip .pt files that cannot be read, and print their names."
+    ),
 )
 
 selection_options = _together("selection", _selection, click.argument("run", metavar="RUN"), *_FILTER_OPTIONS)
@@ -350,7 +354,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
     "by": _together(
         "by",
         lambda values: field_words(values.pop("by")),
-        click.option("--by", multiple=True, metavar="FIELD", help="One row for each value; repeatable."),
+        click.option("--by", multiple=True, metavar="FIELD", help="One row for each value of a field; repeatable."),
     ),
     "engine": _together(
         "engine",
@@ -361,9 +365,9 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
             default=1,
             show_default=True,
             metavar="N",
-            help="Processes that read and count.",
+            help="Number of processes.",
         ),
-        _work_option("--scheduler", metavar="URL", help="Work on a Dask cluster: tcp://HOST:PORT."),
+        _work_option("--scheduler", metavar="URL", help="Address of a Dask scheduler: tcp://HOST:PORT."),
         _work_option("--no-cache", is_flag=True, help="Do not read or write the cache."),
     ),
     "output": _together(
@@ -371,7 +375,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
         _output,
         _output_option("--json", "as_json", is_flag=True, help="Write one JSON document."),
         _output_option("--csv", "as_csv", is_flag=True, help="Write CSV."),
-        _output_option("--wide", is_flag=True, help="Show every column as text."),
+        _output_option("--wide", is_flag=True, help="Show all columns in text output."),
         _output_option("--sort", metavar="COLUMN", help="Sort by a column, largest values first."),
         _output_option(
             "--check",
@@ -382,7 +386,7 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
             "--limit",
             type=click.IntRange(min=0),
             metavar="N",
-            help=f"Write at most N rows, 0 for all [terminal: {MAX_TEXT_ROWS}].",
+            help=f"Write at most N rows; 0 for all [terminal: {MAX_TEXT_ROWS}].",
         ),
         _output_option(
             *("--output", "-o"),

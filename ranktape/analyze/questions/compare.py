@@ -46,38 +46,38 @@ def compare(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Compare a run with another one, or tensors of one run with each other.
+    """Compare a run with other runs, or tensors of one run with each other.
 
-    The first run is the reference. Tensors that agree in every field of their identity but those of `pair` are
-    compared, element by element where both have values; the worst come first. The last line names the first tensor that
-    differs, in the order of execution.
+    The first run is the reference. Tensors are compared if all fields of their identity agree, except those of `pair`;
+    element by element if the values of both are stored. Rows with the largest differences come first. The last line
+    names the first tensor that differs, in execution order.
 
     Args:
-        pair (FIELD=SIDES): In which field the sides differ: quant_type=hifp8:mxfp8, operation=forward:backward,
-            iteration=20:40; repeatable.
-        neighbours: Compare each layer with the next.
-        noise (RUN): A second run of the reference, for the noise floor.
-        metric (NAME): What a divergence is judged by: relative_norm, max_abs, mean_abs, max_rel, mean_rel, ulp_max,
-            differing.ratio.
-        tolerance (X): How large the metric may be.
-        margin (X): How many times the noise floor it may be.
+        pair (FIELD=SIDES): Field that differs, with both values: operation=forward:backward, iteration=20:40;
+            repeatable.
+        neighbours: Compare each layer with the next one.
+        noise (RUN): Second run for the noise floor.
+        metric (NAME): Metric that decides on a divergence: relative_norm, max_abs, mean_abs, max_rel, mean_rel,
+            ulp_max, differing.ratio.
+        tolerance (X): Largest tolerated metric.
+        margin (X): Largest tolerated multiple of the noise floor.
         allow_unmatched: Leave out records without a counterpart.
-        distances: Compare distributions, too.
-        in_order: Rows in the order of execution.
+        distances: Also compare distributions.
+        in_order: Sort rows by execution order.
 
     Note:
-        Filters hold for all runs. Where ranks hold other parts of a tensor, the parts are put together first. What has
-        no counterpart is an error unless `allow_unmatched` is given, or two kinds of layers are compared. Pairs without
-        values, or of different shapes, are compared by their distributions alone; `distances` reads values a second
-        time unless they are counted already. A pair in which only one of the two has a NaN or an infinity at some place
-        diverges whatever is tolerated. Tensors without elements do not differ.
+        Filters apply to all runs. If ranks hold different parts of a tensor, the parts are assembled first. A record
+        without a counterpart is an error unless `allow_unmatched` is given, or two kinds of layers are compared. Pairs
+        without values, or of different shapes, are compared only by their distributions; `distances` reads values a
+        second time unless their counts are cached. If an element is NaN or infinite in only one tensor of a pair, the
+        pair diverges whatever the tolerance. Tensors without elements do not differ.
 
     Raises:
         DataError: bytes or parts of a tensor are missing, or damaged.
-        NoRecordsError: a side is empty, or nothing has a counterpart.
+        NoRecordsError: a side is empty, or no record has a counterpart.
         StorageError: a store cannot be read.
-        UnknownFieldError: `by` names no field.
-        UsageError: the sides are not told apart, records have no counterpart, or a value is not allowed.
+        UnknownFieldError: `by` names an unknown field.
+        UsageError: the sides are not specified, records have no counterpart, or a value is not allowed.
     """
     pairing = Pairing(fields=parse_pairs(pair), neighbours=neighbours)
     limits: dict[str, Any] = {"metric": metric, "tolerance": tolerance, "margin": margin}

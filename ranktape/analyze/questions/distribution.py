@@ -86,20 +86,20 @@ def distribution(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Show how the values of a selection, or of each group of `by`, are distributed: rows are bins.
+    """Show the distribution of the values of a selection, or of each group of `by`, with one row for each bin.
 
-    NaN and infinities are in no bin, zeros in no binade; a note counts them. A group without finite values has rows for
-    the kinds formats and normal alone. Of a complex value the larger part counts. Records whose statistics alone were
-    kept are left out, and counted in a note. For tensors wider than 16 bits with many different values, distributions
-    are approximate (within 2^-10); their binades are exact.
+    NaN and infinities are in no bin, and zeros are in no binade; a note has their numbers. A group without finite
+    values has rows only for the kinds formats and normal. Complex values are counted by the larger of their parts.
+    Records that store only statistics are left out, and a note has their number. For tensors wider than 16 bits with
+    many distinct values, distributions are approximate (within 2^-10); their binades are exact.
 
     Args:
-        kind: Bins of values, of values normalised to [0, 1], of binades; powers of two; what formats hold; distance
-            from a normal distribution; quantiles beside its. Binades (log2) by default, with `bins` linear.
-        bins (N): Bins of equal width; 64 by default.
-        per_binade (N): Bins in each binade; 1 by default.
-        points (N): Quantiles; 101 by default.
-        format (NAME): Only these formats: fp8_e4m3, hif8, ...; repeatable.
+        kind: Bins of values, of values scaled to [0, 1], or of binades; powers of two; effects of formats; distance
+            from a normal distribution; quantiles against it. Default: log2, with `bins` linear.
+        bins (N): Bins of equal width [64].
+        per_binade (N): Bins in each binade [1].
+        points (N): Quantiles [101].
+        format (NAME): Only this format: fp8_e4m3, ...; repeatable.
 
     Raises:
         DataError: a record's bytes are missing or damaged.

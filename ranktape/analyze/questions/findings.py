@@ -131,16 +131,16 @@ def findings(
 ) -> FindingsTable:
     """Find what is wrong in a run, and where.
 
-    One finding for each cause, the worst first: its severity, what and where, the numbers beside those of its peers,
-    other places with the same, what follows from it, and a command that looks closer. A terminal shows the first 5.
-    Peers are the records of the selection, so that filters leave out peers, too. To fail if there is a finding, give
-    `--check "severity != 'high'"`.
+    There is one finding for each cause, the worst first, with its severity, its location, its numbers next to those of
+    its peers, similar findings, its consequences, and a command that shows more. A terminal shows the first 5. Peers
+    are other records of the selection, so filters also restrict the peers. To exit with an error if there is a finding
+    of high severity, use `--check "severity != 'high'"`.
 
     Args:
-        severity (LEVEL): Only what is so bad, or worse: high, medium, low.
-        kind (KIND): Only these: triggered, nan, inf, overflow, gradient_underflow, sample_outlier, rank_differs,
-            replica_differs, layer_differs, channel_outlier, zero; repeatable.
-        channels: Look for channels that stand out, too, for which every value is read once more.
+        severity (LEVEL): Show only findings of at least this severity: high, medium or low.
+        kind (KIND): Show only findings of this kind: triggered, nan, inf, overflow, gradient_underflow, sample_outlier,
+            rank_differs, replica_differs, layer_differs, channel_outlier, zero; repeatable.
+        channels: Also look for outlier channels, which reads all values again.
 
     Raises:
         DataError: a record's bytes are missing or damaged.

@@ -19,7 +19,7 @@ _MAX_BRIEF = 60
 def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
     """List the records of a run, or count them by the values of fields.
 
-    Only the catalogue is read, no values. Sizes are before compression.
+    Only the catalogue is read, not the values. Sizes are those before compression.
 
     Raises:
         UnknownFieldError: `by` names no field of a record.

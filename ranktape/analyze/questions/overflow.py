@@ -99,23 +99,23 @@ def overflow(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Count NaN, Inf, zeros, subnormals and values beyond the limits.
+    """Count NaN, Inf, zeros, subnormals and values beyond the limits of a format.
 
-    Without `format`, the limits are those of the captured dtype, counted when the run was written: no value is read.
-    With `format`, each value is read once, rounded first to the dtype that the operation computed in (see `view`), and
-    each format gets a row.
+    Without `format`, the limits are those of the captured dtype, counted while the run was recorded: no values are
+    read. With `format`, values are read once, rounded to the dtype that the operation computed in (see `view`), and
+    each format has its own row.
 
-    The severity is high for any NaN or Inf, and medium or high if much is lost. NaN counts as NaN alone; an infinity
-    counts as infinite and as overflow. Ratios of an empty tensor are 0.
+    The severity is high for any NaN or Inf, and otherwise depends on the ratio of values that are lost. NaN counts only
+    as NaN; an infinity counts as infinite and as overflow. Ratios of an empty tensor are 0.
 
     Args:
         format (NAME): Low-precision format: fp8_e4m3, fp8_e5m2, fp6_e2m3, fp6_e3m2, fp4_e2m1, int8, hif8, nvfp4, bf16,
-            fp16. And in blocks: mxfp8, mxfp4, ... Several with commas between. The captured dtype by default.
-        scaling (KIND): Scales before values meet a format: none, tensor (a power of two for each, its largest value
-            aligned) or block (those of the format); several with commas between. Unless given, the one that the format
-            is used with: block for formats with blocks, tensor for others up to 8 bits, none for wider ones.
-        first: Where it begins: iteration, layer in execution order, rank.
-        per_sample: One row for each record and sample.
+            fp16, or with block scales: mxfp8, mxfp4, ...; several are separated by commas. Default: the captured dtype.
+        scaling (KIND): Scale that values are divided by: none, tensor (a power of two that aligns the largest value) or
+            block (those of the format); several are separated by commas. Default: block for formats with block scales,
+            tensor for others of up to 8 bits, none for wider formats.
+        first: Show where each kind of loss first occurs.
+        per_sample: Show one row for each sample of each record.
 
     Raises:
         UsageError: a format is not known, is one of scales, or does not go with the scaling; no record has samples;

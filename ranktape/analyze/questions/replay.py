@@ -84,40 +84,41 @@ def replay(
     plan: Path | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """What recipes would have done to the products of linear layers: computed again from the recorded operands.
+    """Compute the products of linear layers again in each recipe, from the recorded operands, and show their errors.
 
-    Each layer, product and recipe has a row, of all calls together; rows of the recipe `recorded` are what the
-    training's own rounding cost. With `target_sqnr` or `target_bits` the answer is a precision plan: for each layer the
-    cheapest recipe whose products all hold, and bf16 where none does. The page "Replay" explains the columns.
+    Each layer, product and recipe has a row, which combines all calls. Rows of the recipe `recorded` show the error of
+    the training's own rounding. With `target_sqnr` or `target_bits`, the result is a precision plan: for each layer,
+    the cheapest recipe in which all its products reach the target, or bf16 if there is none. The page "Replay" explains
+    the columns.
 
     Args:
         recipe (NAME): nvfp4, mxfp8, fp8_tensor, nvfp4_nvidia, or a .yaml file of recipes; repeatable.
-        product (NAME): output, grad_input, grad_weight; of attention grad_query, grad_key, grad_value.
-        attention: Replay attention, too.
-        show: How far off products are, or which cannot be computed again.
-        target_sqnr (DB): Make a plan: what products must hold, as 18, or output=20,grad_weight=15.
-        target_bits (BITS): Make a plan: the best worst product with at most so many bits an element.
-        plan (FILE): Write the plan to a file, for --quant-plan.
+        product (NAME): output, grad_input, grad_weight; for attention also grad_query, grad_key, grad_value.
+        attention: Also replay attention.
+        show: Show errors, or products that cannot be computed again.
+        target_sqnr (DB): Make a plan in which products reach this SQNR: 18, or output=20,grad_weight=15.
+        target_bits (BITS): Make a plan with at most this many bits per element and the best worst product.
+        plan (FILE): Write the plan to this file, for --quant-plan.
 
     Note:
-        SQNR, relative error (Frobenius), cosine and the largest error are over the elements that are finite in both the
-        product and the same product in float32. The bias is the mean error over its standard error. The ratio of norms
-        is that of gradients; the gain is what the product is multiplied by, by least squares. What is not defined is
-        missing.
+        SQNR, relative error (Frobenius), cosine and the largest error cover the elements that are finite in both the
+        product and the same product in float32. The bias is the mean error over its standard error. The norm ratio is
+        only given for gradients; the gain is the least-squares factor of the product. Undefined values are missing.
 
-        Filters choose the products by their results; operands may lie outside of them. Shards are put together where a
-        product takes what other ranks have. Of several sources each is asked for itself; a precision plan is of one.
+        Filters select products by their results; operands may be outside of the selection. Shards are assembled if a
+        product needs values of other ranks. Several sources are replayed separately; a precision plan needs a single
+        source.
 
-        `by` of `sample` takes the rows of each sample of `output` and `grad_input` by themselves; operands are
-        quantised as in the whole call, whose samples may share a scale. `grad_weight` adds up all samples, and is left
-        out. With `attention`, a call whose mask is in neither its metadata nor its output is left out.
+        If `by` contains `sample`, rows of each sample of `output` and `grad_input` are evaluated separately; operands
+        are quantised as in the whole call, whose samples can share a scale. `grad_weight` sums over all samples, and is
+        left out. With `attention`, calls whose mask is neither in their metadata nor in their output are left out.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
-        NoRecordsError: no record is of a linear layer, or no product can be computed again.
+        NoRecordsError: no record belongs to a linear layer, or no product can be computed again.
         StorageError: the store cannot be read.
-        UnknownFieldError: `by` names no field of a call.
-        UsageError: a recipe or a product is not known, or options do not go together.
+        UnknownFieldError: `by` names an unknown field of a call.
+        UsageError: a recipe or a product is unknown, or options exclude each other.
     """
     if target_sqnr is not None or target_bits is not None or plan is not None:
         given = {"by": by, "product": product, "attention": attention, "show": show != "products"}

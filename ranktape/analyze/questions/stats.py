@@ -53,17 +53,17 @@ def stats(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Mean, deviation, extremes, moments, percentiles and counts of each record or group.
+    """Compute the mean, deviation, extremes, moments, percentiles and counts of each record or group.
 
-    Text shows the important metrics; --wide, JSON and CSV show all. Moments and extremes are over finite values (of
-    complex values over their magnitudes), percentiles over all numbers, counts over all elements, against the limits of
-    the captured dtype. Undefined metrics are missing: the mean of nothing, the skewness of a constant, percentiles of
-    complex values or of kept statistics.
+    Text output shows the main metrics; --wide, --json and --csv show all. Moments and extremes are those of the finite
+    values (of the magnitudes, for complex values), percentiles those of all values except NaN, and counts those of all
+    elements against the limits of the captured dtype. Undefined metrics are left empty: the mean of no values, the
+    skewness of a constant, and the percentiles of complex values or of records that store only statistics.
 
     Args:
-        metric (NAME): Only these: std, p99.9, overflow.ratio; repeatable.
-        neighbours: Each layer beside the next: ratios, distances.
-        per_sample: One row for each sample; with --by over the records of a group, as --by sample is over all.
+        metric (NAME): Show only this metric, such as std, p99.9 or overflow.ratio; repeatable.
+        neighbours: Compare each layer with the next one, by ratios and distances.
+        per_sample: Show one row for each sample of each record, or with --by, for each sample of each group.
 
     Raises:
         DataError: a record's bytes are missing or damaged.

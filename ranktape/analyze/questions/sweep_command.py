@@ -73,43 +73,43 @@ def sweep(
     engine: Engine,
     output: Output,
 ) -> None:
-    """Find the scale with which each tensor loses least in a format.
+    """Find the best scale of each tensor in a format.
 
-    SOURCE is a run, a folder of .pt files, or one such file. A level is a scale: in tensor mode its exponent, in mx
-    mode an offset to the exponents of all blocks. The recommended level has the best score of MSE, cosine, PSNR, MAE
-    and relative error.
+    SOURCE is a run, a folder of .pt files, or one such file. A level is a scale: its exponent in tensor mode, an offset
+    to the exponents of all blocks in mx mode. The recommended level has the best score of MSE, cosine, PSNR, MAE and
+    relative error.
 
     Args:
-        format (NAME): mxfp8_e4m3, nvfp4, fp8_e5m2, int8, hif8, ...; commas between.
-        sweep_mode (MODE): mx, tensor, channel or legacy; by default mx for formats with blocks, tensor for others.
-        scale_rule (RULE): floor, ceil, even or rceil: a block's scale from its largest value [floor].
+        format (NAME): mxfp8_e4m3, nvfp4, fp8_e5m2, int8, hif8, ...; separated by commas.
+        sweep_mode (MODE): mx, tensor, channel or legacy. Default: mx for formats with blocks, tensor for others.
+        scale_rule (RULE): Rule for the scale of a block: floor, ceil, even or rceil [floor].
         rounding (NAME): even, away, floor, stochastic or hybrid.
-        block_size (N): Elements with one scale [32; nvfp4: 16].
-        axis: Of blocks and channels.
-        scale_bits (N): Width of a block scale's exponent [8].
-        num_levels (N): Scales that are tried [21].
-        max_scale_exp (E): First exponent, or offset in mx mode.
-        min_scale_exp (E): Last exponent, or offset in mx mode.
-        levels: One row for each level, not only the best.
-        target_sqnr (DB): What the best format keeps.
+        block_size (N): Elements that share a scale [32; nvfp4: 16].
+        axis: Axis of blocks and channels.
+        scale_bits (N): Exponent bits of a block's scale [8].
+        num_levels (N): Number of scales to try [21].
+        max_scale_exp (E): First exponent, or first offset in mx mode.
+        min_scale_exp (E): Last exponent, or last offset in mx mode.
+        levels: Show one row for each level.
+        target_sqnr (DB): SQNR to reach, in dB.
         output_dir (DIR): Write metrics, plots and a log per tensor.
         no_plots: Draw no plots.
 
     Note:
         Values are divided by a scale, rounded to the format and multiplied again. The score is 30 % MSE, 30 % cosine,
-        20 % PSNR, 10 % MAE, 10 % relative error. `rounding` is the format's own by default. Mode legacy computes as the
-        legacy tool. By default the first and the last exponent align the format with the largest and the smallest
-        value; in mx mode the offsets go from +10 to -10. The narrowest format that keeps `target_sqnr` of a tensor is
-        preferred.
+        20 % PSNR, 10 % MAE, 10 % relative error. By default, `rounding` is that of the format. Mode legacy computes
+        like the legacy tool. By default, the first and the last exponent align the format with the largest and the
+        smallest value; in mx mode, the offsets go from +10 to -10. The best format is the narrowest one that reaches
+        `target_sqnr`.
 
-        The answer is a table. Of .pt files, and with `output_dir` of anything, it is a directory for each tensor
-        instead, unless `by`, `levels`, --json, --csv or `output` asks for the table too. For .pt files the default of
+        The result is a table. For .pt files, and with `output_dir` for any source, it is a directory for each tensor
+        instead, unless `by`, `levels`, --json, --csv or `output` also requests the table. For .pt files, the default of
         `output_dir` is draw/scaling_analysis.
 
     Raises:
-        DataError: some tensor could not be swept; the others have been. Of a single one its own error is raised.
-        NoRecordsError: nothing matches.
-        StorageError: the output directory cannot be made.
+        DataError: some tensors could not be swept; the others have been. For a single tensor, its own error is raised.
+        NoRecordsError: no record matches.
+        StorageError: the output directory cannot be created.
         UsageError: an option is not allowed.
     """
     given: dict[str, Any] = {"mode": sweep_mode, "scale_rule": scale_rule, "rounding": rounding, "axis": axis}

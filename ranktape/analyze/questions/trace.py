@@ -38,16 +38,17 @@ def trace(
     view: View | None = None,
     engine: Engine | None = None,
 ) -> Table:
-    """Follow a sample, a call or a microbatch through the model, in the order of execution.
+    """Follow a sample, a call or a microbatch through the model, in execution order.
 
-    Each rank and iteration is a path of its own; --rank and --iteration choose one. With `sample`, records without that
-    sample (weights, records whose values were not kept) are left out, and counted in a note. The change compares absmax
-    with the step before, in binades. The column first names where NaN, Inf and overflow appear for the first time.
+    Each rank and iteration has its own sequence of steps; --rank and --iteration select one. With `sample`, records
+    without that sample (weights, and records without stored values) are left out, and a note has their number. The
+    change is that of absmax since the previous step, in binades. The column "first" marks the steps at which NaN, Inf
+    and overflow first appear.
 
     Args:
-        sample (ID): Follow one sample: its identifier, or its index where there are none.
-        metric (NAME): What is shown of each step: std, overflow.ratio; repeatable; mean, std, absmax and norm by
-            default.
+        sample (ID): Follow this sample, given by its ID, or by its index if samples have no IDs.
+        metric (NAME): Metric to show for each step, such as std or overflow.ratio; repeatable. Default: mean, std,
+            absmax and norm.
 
     Raises:
         DataError: a record's bytes are missing or damaged.

@@ -38,15 +38,15 @@ def trend(
     by: Sequence[str] = (),
     engine: Engine | None = None,
 ) -> Table:
-    """Follow metrics over the iterations, for each place of the model or each group of `by`.
+    """Follow metrics over the iterations, for each tensor of the model or for each group of `by`.
 
-    Ranks, microbatches and calls are taken together unless `by` names them. A metric that is undefined (nothing is
-    finite, statistics alone were kept) is missing, and so are changes from or to it. Changes are differences, and
-    factors in binades if both numbers are positive. A group with one iteration has no slope.
+    Ranks, microbatches and calls are combined unless `by` names these fields. A metric that is undefined (without
+    finite values, or if only statistics are stored) is left empty, and so are changes from or to it. Changes are
+    differences, and also factors in binades if both values are positive. A group with a single iteration has no slope.
 
     Args:
-        metric (NAME): What is followed: absmax, std, p99.9, overflow.ratio; repeatable; absmax by default.
-        summary: One row for each group: first, last, slope, largest jump.
+        metric (NAME): Metric to follow, such as absmax, std, p99.9 or overflow.ratio; repeatable.
+        summary: Show one row for each group: first and last value, slope, largest jump.
 
     Raises:
         DataError: a record's bytes are missing or damaged.
