@@ -147,7 +147,7 @@ class Recorder:
 
     def _take(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None, tags: Tags) -> bool:
         """Do the work of `record` for a site."""
-        tally, rule = self.tally, self._selecting.of_all
+        tally, rule = self.tally, self._selecting.only_rule
         if tally is None or site.is_disabled:
             return False
         is_late = call.iteration != tally.iteration
@@ -241,7 +241,7 @@ class Recorder:
         call = self.tracker.begin_call(key, dtype=tensor.dtype, device_type=tensor.device.type)
         is_training = call.mode is Mode.TRAIN
         self.expected.called(source, has_gradients=torch.is_grad_enabled(), is_training=is_training)
-        if self._selecting.asks_for_calls:
+        if self._selecting.depends_on_call:
             for role in self.expected.known(source):
                 if not self.wants(source, role, call):
                     self.expected.excuse(source, role, call)
@@ -311,7 +311,7 @@ class Recorder:
 
     def wants(self, source: Source, role: TensorRole, call: Call) -> bool:
         """Whether a tensor of this source, role and call may be selected in this iteration, before its values exist."""
-        return self._selecting.of_all is not None or self._selecting.may_take(source, role, call)
+        return self._selecting.only_rule is not None or self._selecting.may_take(source, role, call)
 
     def find_unmatched(self, paths: Collection[str]) -> list[str]:
         """The messages about names in the selection that matched nothing. To be called once, after an iteration."""
@@ -364,7 +364,7 @@ class Recorder:
     def _form(self, site: Site, part: PlainPart, call: Call, tags: Tags) -> RecordForm | None:
         """The form in which a part is recorded; None if it is not selected."""
         tensor, selecting = part.tensor, self._selecting
-        decision = selecting.of_all or selecting.decide(
+        decision = selecting.only_rule or selecting.decide(
             site.source,
             site.role,
             call,

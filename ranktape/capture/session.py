@@ -25,7 +25,7 @@ from ranktape.capture.no_capture import NoCapture
 from ranktape.capture.passes.passes import Arguments, checked_sample_ids
 from ranktape.capture.passes.tracker import Tracker
 from ranktape.capture.rendezvous import StopGate, find_place, keep_process_groups
-from ranktape.capture.settings.cadence import Schedule, ScheduleOfRecorder
+from ranktape.capture.settings.cadence import RecorderSchedule, Schedule
 from ranktape.capture.settings.config import given_arguments, options_of, resolve, stray_variables
 from ranktape.capture.settings.options import CaptureOptions, CaptureSettings, Policy, check_layer_types
 from ranktape.capture.settings.setting import MAX_NUMBER
@@ -407,7 +407,7 @@ class Capture:
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
         if self._is_recorder:
-            return ScheduleOfRecorder(words, cadence=self.options.cadence)
+            return RecorderSchedule(words, cadence=self.options.cadence)
         return Schedule(words)
 
     def _follow(self) -> None:
@@ -507,7 +507,7 @@ class Capture:
             return []
         self._news = news
         self._keeps_weights = False  # an iteration failed, perhaps the one with the stored weights
-        return self._schedule.learn(words, iteration=self._iteration)
+        return self._schedule.update(words, iteration=self._iteration)
 
     def _stop_where_all_do(self) -> None:
         """Stop the training if all ranks stop before the running iteration, as with `--stop-when-stored`.
@@ -554,7 +554,7 @@ class Capture:
         with self._recorder.guarded():  # the coordinator has already refused invalid selections
             from ranktape.capture.settings.selecting import Selecting
 
-            return Selecting(self.options.asked(settings), rank=self._rendezvous.rank, is_asked=True)
+            return Selecting(self.options.for_request(settings), rank=self._rendezvous.rank, is_requested=True)
         return None
 
     def _has_room(self) -> bool:

@@ -19,7 +19,7 @@ from ranktape.capture import no_capture
 from ranktape.capture.console import Console
 from ranktape.capture.roles.table import UNSAMPLED
 from ranktape.capture.session import Capture
-from ranktape.capture.settings.cadence import Schedule, ScheduleOfOne
+from ranktape.capture.settings.cadence import ManualSchedule, Schedule
 from ranktape.capture.settings.config import DEFAULT_SAVE_DIR, legacy_environment, resolve
 from ranktape.capture.source import Source, TensorRole
 from ranktape.errors import RanktapeError, UsageError
@@ -46,7 +46,7 @@ class _OwnCapture(Capture):
         self._place = dataclasses.replace(self._place, world_size=1, first_rank=self._place.rank)
 
     def _new_schedule(self, words: Mapping[str, Any]) -> Schedule:
-        return ScheduleOfOne(words, cadence=self.options.cadence)
+        return ManualSchedule(words, cadence=self.options.cadence)
 
     def _begin_iteration(self) -> None:
         """Do nothing, because an iteration starts with its first saved tensor."""

@@ -82,7 +82,7 @@ def trigger(
         raise UsageError(f"select {rules!r:.60} is not allowed: give texts, as on a command line")
     if sum(map(len, rules)) > MAX_SELECTION:
         raise UsageError(f"the selection has more than {MAX_SELECTION} characters: choose with fewer")
-    CaptureOptions().asked(settings)
+    CaptureOptions().for_request(settings)
     request = Request(num_iterations=iterations, settings=settings, by=_myself())
     place = os.fspath(run)
     with open_backend_of(place, storage_options) as opened:
@@ -164,7 +164,7 @@ def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str
     given = converted(options, dict[str, Any], place=f"{backend.url}/{attempt.path}, options")
     chosen = {name: given[name] for name in ("layers", "select") if given.get(name)}
     attached = CaptureOptions(**chosen).wanted_layer_types
-    asked = CaptureOptions().asked({"select": settings["select"]})
+    asked = CaptureOptions().for_request({"select": settings["select"]})
     for one in asked.wanted_layer_types:
         if not (fits(attached, one) or any(fits((one,), kind) for kind in attached)):
             raise UsageError(f"the capture attaches to {', '.join(attached)} only: {one!r:.60} cannot be asked for")

@@ -163,7 +163,7 @@ def test_semicolons_part_limits_but_for_those_in_quotes() -> None:
 def test_variables_that_nobody_reads_are_named_with_the_nearest() -> None:
     environment = {"RANKTAPE_EVRY": "2", "RANKTAPE_CAPTURE": "x", "PATH": ""}
     assert stray_variables(environment) == [
-        "the environment has RANKTAPE_EVRY, which is no setting: did you mean RANKTAPE_EVERY?"
+        "the environment has RANKTAPE_EVRY, which is not a setting: did you mean RANKTAPE_EVERY?"
     ]
 
 
@@ -220,7 +220,7 @@ LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         ("advance_on: [1]", "give optimizer, forward, step"),
         ("select: {where: overflow.nan.count > 0}", "overflow.nan.count is not known yet when a tensor is captured"),
         ("select: {where: [a]}", "give a text"),
-        ("select: [[a]]", "is no rule"),
+        ("select: [[a]]", "is not a rule"),
         ("select: {layertype: a}", "tensors have no field 'layertype': did you mean layer_type?"),
         ("select: {every: a}", "every is the same for all rules"),
         ("select: {layer_type: {a: b}}", "is not something a field can hold"),
@@ -354,7 +354,7 @@ def test_python_reads_the_file_too_and_has_the_last_word(tmp_path: Path) -> None
     path = write(tmp_path, "every: 3\nstart_at: 2\ncapture: elsewhere\n")
     capture = Capture(tmp_path / "run", capture_config=path, every=5)
     assert (capture.options.every, capture.options.start_at) == (5, 2)
-    with pytest.raises(UsageError, match="'evry' is no option of a capture: did you mean every"):
+    with pytest.raises(UsageError, match="'evry' is not an option of a capture: did you mean every"):
         Capture(tmp_path / "run", evry=1)  # type: ignore[call-arg]  # a typing error
 
 

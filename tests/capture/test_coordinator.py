@@ -409,7 +409,7 @@ def test_what_is_no_request_is_refused_and_nothing_else_happens(tmp_path: Path) 
         write_group(watched.backend, f"{control_path(watched.attempt.path)}/request_{name}", words)
     refusals = [answer_to(watched, name).refusal for name in hostile]
     assert all(refusals)
-    assert "selects nothing" in refusals[2]
+    assert "is not a setting of a request" in refusals[2]
     assert watched.plan is None
     watched.close()
     watched.coordinator.finish()

@@ -35,9 +35,9 @@ def test_a_rule_is_read_as_it_is_written(text: str, rules: list[dict[str, str]])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has a rule that says nothing"),
-        ("a=b;", "has a rule that says nothing"),
-        (";a=b", "has a rule that says nothing"),
+        ("", "has an empty rule"),
+        ("a=b;", "has an empty rule"),
+        (";a=b", "has an empty rule"),
         ("attention", "expected NAME=VALUE at character 1, found 'attention'"),
         ("a=b c", "expected NAME=VALUE at character 5, found 'c'"),
         ("a = b", "expected NAME=VALUE at character 1"),
@@ -46,8 +46,8 @@ def test_a_rule_is_read_as_it_is_written(text: str, rules: list[dict[str, str]])
         ("a='b'c", "expected NAME=VALUE at character 1"),
         ("a=b'c'", "expected NAME=VALUE at character 1"),
         ("1=2", "expected NAME=VALUE at character 1"),
-        ("a=b a=c", "says a twice in one rule"),
-        ("a-b=1 a_b=1", "says a_b twice in one rule"),
+        ("a=b a=c", "has a twice in one rule"),
+        ("a-b=1 a_b=1", "has a_b twice in one rule"),
         ("a=" + "x" * 100_000, "has 100002 characters: give at most 100000"),
     ],
 )
@@ -133,6 +133,11 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"min_iterations": 3, "keep_last": 2}, "--keep-last 2 is below --min-iterations 3, which are guaranteed"),
         ({"quant_type": ""}, "quant_type='' is not allowed"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"record_last": 2, "min_iterations": 3}, "--min-iterations 3 and --record-last 2 exclude each other"),
+        ({"record_last": 2, "keep_last": 1}, "--keep-last 1 and --record-last 2 exclude each other"),
+        ({"record_last": 2, "stop_when_stored": True}, "--stop-when-stored and --record-last 2 exclude each other"),
+        ({"record_last": 2, "manual": True}, "because a flight recorder holds what hooks record: give one"),
+        ({"trigger": "absmax > 1"}, "--trigger is for a flight recorder: add --record-last N"),
         ({"host_budget_nbytes": 5}, "--host-budget-nbytes 5 is not allowed: give 1048576 or more"),
         ({"keep": "counts"}, "--keep counts is not allowed: give one of values, histogram, statistics"),
         ({"select": "keep=counts"}, "keep 'counts' is not allowed"),
@@ -147,8 +152,8 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"select": {"samples": [True]}}, "counted from 0"),
         ({"select": {"samples": 1.5}}, "counted from 0"),
         ({"select": [{}]}, "rule 1 is empty"),
-        ({"select": [3]}, "3 is no rule"),
-        ({"select": "keep=histogram; call=1"}, "rule 2 is never asked: rule 1 fits everything"),
+        ({"select": [3]}, "3 is not a rule"),
+        ({"select": "keep=histogram; call=1"}, "rule 1, matches every tensor"),
         ({"layers": "some"}, "layers holds numbers and 'some' is not one"),
         ({"layers": -1}, "counted from 0"),
         ({"layers": [0, None]}, "counted from 0"),
@@ -161,9 +166,9 @@ def test_what_a_rule_leaves_out_is_what_holds_for_all() -> None:
         ({"finish_timeout_seconds": float("inf")}, "--finish-timeout-seconds inf is not allowed: give a finite number"),
         ({"block_timeout_seconds": 1e300}, "--block-timeout-seconds 1e+300 is not allowed: give a finite number"),
         ({"finish_timeout_seconds": float("-inf")}, "--finish-timeout-seconds -inf is not allowed"),
-        ({"select": {"layer-type": "a", "layer_type": "b"}}, "rule 1 says layer_type twice"),
+        ({"select": {"layer-type": "a", "layer_type": "b"}}, "rule 1 has layer_type twice"),
         ({"select": {"operation": None}}, "operation None is not allowed"),
-        ({"select": "mode=eval where='mode == \"train\"'"}, "is for passes in neither train nor eval mode"),
+        ({"select": "mode=eval where='mode == \"train\"'"}, "rule 1, matches neither train nor eval mode"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_the_training(options: dict[str, Any], message: str) -> None:
@@ -225,9 +230,15 @@ def test_layer_outputs_are_taken_beside_other_layers_unless_a_rule_is_about_them
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"select": "layer_type=atention"}, "called 'atention' (--select layer_type=...): did you mean attention?"),
+        (
+            {"select": "layer_type=atention"},
+            "no layer type 'atention' (--select layer_type=...): did you mean attention?",
+        ),
         ({"select": "layer_type=linear,hiden"}, "did you mean hidden?"),
-        ({"select": "layer_type=conv"}, "called 'conv' (--select layer_type=...): give one of linear, attention"),
+        (
+            {"select": "layer_type=conv"},
+            "no layer type 'conv' (--select layer_type=...): give one of linear, attention",
+        ),
     ],
 )
 def test_a_kind_of_layer_that_nobody_knows_is_named_with_the_nearest(options: dict[str, Any], message: str) -> None:

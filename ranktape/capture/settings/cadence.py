@@ -6,6 +6,7 @@ on every rank. If they are not enough, the coordinator names later ones, through
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -32,33 +33,30 @@ class Cadence:
 
     def following(self, after: int = -1, *, count: int, without: Collection[int] = ()) -> tuple[int, ...]:
         """The next `count` iterations above `after`, ascending; fewer if there are no more."""
-        return self._following(max(after, self.first - 1), count=count, without=without)
+        begin = max(0, (max(after, self.first - 1) - self.start) // self.every + 1)
+        numbers = itertools.takewhile(_LAST.__gt__, itertools.count(self.start + begin * self.every, self.every))
+        return tuple(itertools.islice((number for number in numbers if number not in without), max(0, count)))
 
     def past(self, *, count: int, without: Collection[int] = ()) -> list[int]:
         """The iterations before the training's first step, among the first `count` from the start on."""
-        asked = self._following(-1, count=count, without=without)
-        return [iteration for iteration in asked if iteration < self.first]
-
-    def _following(self, after: int, *, count: int, without: Collection[int]) -> tuple[int, ...]:
-        begin = max(0, (after - self.start) // self.every + 1)
-        numbers = itertools.takewhile(_LAST.__gt__, itertools.count(self.start + begin * self.every, self.every))
-        return tuple(itertools.islice((one for one in numbers if one not in without), max(0, count)))
+        planned = dataclasses.replace(self, first=0).following(count=count, without=without)
+        return [iteration for iteration in planned if iteration < self.first]
 
 
-_MAX_NAMED = 3
+_MAX_LISTED = 3
 
 
 class Schedule:
     """The wanted iterations that this rank knows of."""
 
-    def __init__(self, words: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         """Take the state that the writer sends at the start."""
-        self._wanted: set[int] = set(words["iterations"])
-        self.is_done = bool(words["is_done"])
+        self._wanted: set[int] = set(state["iterations"])
+        self.is_done = bool(state["is_done"])
         """Whether no further iteration is captured."""
-        self.is_enough = bool(words["is_enough"])
+        self.is_enough = bool(state["is_enough"])
         """Whether enough iterations are complete."""
-        self._asked: dict[int, Mapping[str, Any]] = {}
+        self._requested: dict[int, Mapping[str, Any]] = {}
 
     @property
     def iterations(self) -> list[int]:
@@ -71,29 +69,29 @@ class Schedule:
 
     def settings_of(self, iteration: int) -> Mapping[str, Any] | None:
         """The settings of an iteration that was requested during the training; None for any other iteration."""
-        return self._asked.get(iteration)
+        return self._requested.get(iteration)
 
     def between(self, before: int, after: int) -> list[int]:
         """The wanted iterations that a training skips if it goes from `before` to `after`."""
-        is_jump = after > before + 1  # a quick check, as this is called at each step of the training
-        return (
-            [wanted for wanted in self.iterations if before < wanted < after and self.wants(wanted)] if is_jump else []
-        )
+        if after == before + 1:
+            return []  # at once, as this is called at each step of the training
+        return [wanted for wanted in self.iterations if before < wanted < after and self.wants(wanted)]
 
-    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+    def update(self, message: Mapping[str, Any], *, iteration: int) -> list[int]:
         """Update the state from the writer's message; returns the new iterations that are already past, ascending."""
-        named = set(words.get("iterations", self._wanted))
+        named = set(message.get("iterations", self._wanted))
         late = sorted(new for new in named - self._wanted if new < iteration)
         self._wanted |= named
-        self.is_done = bool(words.get("is_done", self.is_done))
-        self.is_enough = bool(words.get("is_enough", self.is_enough))
-        self._asked |= {iteration: one["settings"] for one in words.get("asked", ()) for iteration in one["iterations"]}
+        self.is_done = bool(message.get("is_done", self.is_done))
+        self.is_enough = bool(message.get("is_enough", self.is_enough))
+        for request in message.get("asked", ()):
+            self._requested |= dict.fromkeys(request["iterations"], request["settings"])
         return late
 
     def describe_end(
         self, *, iteration: int, num_steps: int, num_recorded: int, is_interrupted: bool, why_unended: str | None
     ) -> str:
-        """A message on how the training ended, with the iterations that are still wanted.
+        """A message on how the training ended in `iteration`, with the iterations that are still wanted.
 
         Args:
             iteration: The iteration that was running.
@@ -111,50 +109,50 @@ class Schedule:
             return f"the training ended in iteration {iteration}, before its optimizer stepped"
         if num_steps == 0:
             return "the training ended before its first pass in training mode (--select mode=eval records inference)"
-        named = ", ".join(str(wanted) for wanted in left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
-        first = "the first captured iteration" if num_recorded == 0 else "the captured iteration"
+        listed = ", ".join(map(str, left[:_MAX_LISTED])) + (", ..." if len(left) > _MAX_LISTED else "")
+        which = "the first captured iteration" if num_recorded == 0 else "the captured iteration"
         return (
-            f"the training ended after {num_steps} iterations, before {first} {left[0]} (still wanted: {named}): "
+            f"the training ended after {num_steps} iterations, before {which} {left[0]} (still wanted: {listed}): "
             f"lower --start-at or --every, or train longer"
         )
 
 
-class ScheduleOfOne(Schedule):
+class ManualSchedule(Schedule):
     """The schedule of a process that records by hand: the first iterations in which it records are captured."""
 
-    def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
+    def __init__(self, state: Mapping[str, Any], *, cadence: Cadence) -> None:
         """Take the state that the writer sends at the start, and the iterations that may be captured."""
-        super().__init__({**words, "iterations": []})
+        super().__init__({**state, "iterations": []})
         self._cadence = cadence
-        self._completed = set(words["completed"])
-        self._num_named = len(words["iterations"])
+        self._completed = set(state["completed"])
+        self._max_wanted = len(state["iterations"])
 
     def wants(self, iteration: int) -> bool:
         """Whether to capture an iteration in which something is being recorded."""
-        may_begin = len(self._wanted) < self._num_named and iteration not in self._completed
+        may_begin = len(self._wanted) < self._max_wanted and iteration not in self._completed
         if may_begin and self._cadence.due(iteration):
             self._wanted.add(iteration)
         return super().wants(iteration)
 
-    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+    def update(self, message: Mapping[str, Any], *, iteration: int) -> list[int]:
         """Update the number of wanted iterations from the writer's message; no iteration is ever past."""
-        self._num_named = len(words.get("iterations", range(self._num_named)))
-        return super().learn({**words, "iterations": []}, iteration=iteration)
+        self._max_wanted = len(message.get("iterations", range(self._max_wanted)))
+        return super().update({**message, "iterations": []}, iteration=iteration)
 
 
-class ScheduleOfRecorder(Schedule):
+class RecorderSchedule(Schedule):
     """The schedule of a flight recorder, which holds every iteration of the cadence."""
 
-    def __init__(self, words: Mapping[str, Any], *, cadence: Cadence) -> None:
+    def __init__(self, state: Mapping[str, Any], *, cadence: Cadence) -> None:
         """Take the cadence; no iterations are planned."""
-        super().__init__({**words, "iterations": [], "is_done": False})
+        super().__init__({**state, "iterations": [], "is_done": False})
         self._cadence = cadence
 
     def wants(self, iteration: int) -> bool:
         """Whether to hold an iteration."""
         return self._cadence.due(iteration)
 
-    def learn(self, words: Mapping[str, Any], *, iteration: int) -> list[int]:
+    def update(self, message: Mapping[str, Any], *, iteration: int) -> list[int]:
         """Ignore the writer's message: the writer names no iterations."""
-        del words, iteration
+        del message, iteration
         return []

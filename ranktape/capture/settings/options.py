@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ranktape.capture.settings.cadence import Cadence
-from ranktape.capture.settings.setting import Setting, is_given, option
+from ranktape.capture.settings.setting import Setting, flag, is_given, option
 from ranktape.errors import UsageError, nearest
 from ranktape.storage.format.record_info import Compression, Keep, Mode, check_term
+from ranktape.storage.places.urls import parse_storage_options
 
 if TYPE_CHECKING:
     from ranktape.capture.flight.rules import SiteTrigger
@@ -44,6 +45,50 @@ class Policy(enum.StrEnum):
     """The whole iteration is skipped on every rank, and the run records that."""
 
 
+# The parsers of rules are imported when they are used: they import numpy, which a help page does not need.
+
+
+def _check_select(value: Any) -> None:
+    from ranktape.capture.settings.rules import read_rules
+
+    read_rules(value, keep=Keep.VALUES.value, outputs=())
+
+
+def _check_layers(value: Any) -> None:
+    if is_given(value):
+        from ranktape.capture.settings.rules import read_numbers
+
+        read_numbers("layers", value)
+
+
+def _read_triggers(value: Any) -> tuple[SiteTrigger, ...]:
+    if not is_given(value):
+        return ()
+    from ranktape.capture.flight.rules import read_site_triggers
+
+    return read_site_triggers(value)
+
+
+def _check_advance_on(value: Any) -> None:
+    events, most_digits = ("optimizer", "forward", "step"), 9
+    name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    is_numbered = name == "optimizer" and number.isdecimal() and len(number) <= most_digits
+    if value not in events and not is_numbered and not callable(getattr(value, "step", None)):
+        raise UsageError(
+            f"--advance-on {value!r:.60} is not allowed: give {', '.join(events)}, optimizer:N, or an optimizer"
+        )
+
+
+def _check_storage_options(value: Any) -> None:
+    if not isinstance(value, Mapping | None):
+        kind = type(value).__name__
+        raise UsageError(f"--storage-options is a {kind}: give an object such as {{'anon': True}}")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--storage-options cannot be passed on as JSON ({error}): give text and numbers") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
     """The checked settings of a capture.
@@ -59,11 +104,7 @@ class CaptureOptions:
         1, "Iterations guaranteed to be stored complete from all ranks.", least=1, most=MAX_ITERATIONS
     )
     max_iterations: int | None = option(
-        None,
-        "Stop after this many complete iterations; --min-iterations by default.",
-        kind=int,
-        least=1,
-        most=MAX_ITERATIONS,
+        None, "Stop after this many complete iterations; --min-iterations by default.", least=1, most=MAX_ITERATIONS
     )
     first_iteration: int = option(
         0, "Number of the first training step, after a checkpoint; none before it is captured.", least=0
@@ -77,31 +118,26 @@ class CaptureOptions:
         "matches a tensor decides; a tensor that no rule matches is not captured.",
         takes_several=True,
         metavar="RULE",
-        is_free=True,
+        validate=_check_select,
     )
     layers: Any = option(
         None,
         "Record the embedding's output and those of all decoder layers ('all'), or of some: 0,30,61. "
         "Linear and attention layers are left out unless --select names them.",
-        is_free=True,
         metavar="LAYERS",
+        validate=_check_layers,
     )
-    keep: str = option(
-        "values", "What is kept of each tensor, unless a rule says otherwise.", choices=tuple(map(str, Keep))
-    )
-    with_master: bool = option(
-        False,  # noqa: FBT003  (the default)
-        "Record the weights that the optimizer updates, and their reduced gradients, too.",
-    )
+    keep: str = option("values", "What is kept of each tensor, unless a rule says otherwise.", choices=Keep)
+    with_master: bool = flag("Record the weights that the optimizer updates, and their reduced gradients, too.")
     advance_on: Any = option(
         "optimizer",
         "What ends an iteration: optimizer (the first that steps), optimizer:N (the N-th, from 0), forward "
         "(each outermost forward pass), or step (the script calls capture.step()).",
-        is_free=True,
         metavar="EVENT",
+        validate=_check_advance_on,
     )
     sample_dim: int | None = option(
-        None, "Dimension of activations that holds samples; found from the batch by default.", kind=int, least=0
+        None, "Dimension of activations that holds samples; found from the batch by default.", least=0
     )
     compiled: str = option(
         "graph",
@@ -109,15 +145,12 @@ class CaptureOptions:
         choices=("graph", "eager"),
     )
     policy: str = option(
-        Policy.BLOCK.value,
+        "block",
         "What to do when an iteration does not fit into the budget, once the minimum is stored.",
-        choices=tuple(policy.value for policy in Policy),
+        choices=Policy,
     )
     host_budget_nbytes: int | None = option(
-        None,
-        "Host memory for staged tensors, in bytes per rank; from the free memory by default.",
-        kind=int,
-        least=1 << 20,
+        None, "Host memory for staged tensors, in bytes per rank; from the free memory by default.", least=1 << 20
     )
     block_timeout_seconds: float = option(
         120.0,
@@ -127,48 +160,47 @@ class CaptureOptions:
     )
     finish_timeout_seconds: float = option(300.0, "Longest wait at the end for what is not stored yet.", least=0)
     compression: str = option(
-        Compression.NONE.value,
+        "none",
         "How values are compressed: zstd leaves about 80 % of bf16, blosc (bits shuffled first) 70 %.",
-        choices=tuple(compression.value for compression in Compression),
+        choices=Compression,
     )
     keep_last: int | None = option(
         None,
         "Keep the last N complete iterations and delete older ones while --max-iterations of them are recorded.",
-        kind=int,
         least=1,
     )
-    stop_when_stored: bool = option(
-        False,  # noqa: FBT003  (the default)
+    stop_when_stored: bool = flag(
         "End the training, with exit code 0 and before the same iteration on all ranks, once the guaranteed "
-        "iterations (with --max-iterations so many) are stored complete.",
+        "iterations (or --max-iterations, if given) are stored complete."
     )
     record_last: int | None = option(
         None,
-        "Flight recorder: store nothing until something happens on any rank, then on all ranks the iteration in which "
-        "it did, the last N recorded before it and the one after it.",
-        kind=int,
+        "Flight recorder: store nothing until a trigger occurs on any rank. Then all ranks store the iteration of the "
+        "trigger, the last N recorded before it and the one after it.",
         least=1,
     )
     trigger: Any = option(
         (),
-        "With --record-last: a metric's limit, as in \"absmax > 448 where tensor_name == 'input'\"; besides it NaN, "
-        "infinities, errors and crashes always count.",
+        "With --record-last: a metric's limit, as in \"absmax > 448 where tensor_name == 'input'\"; NaN, infinities, "
+        "errors and crashes are always triggers.",
         takes_several=True,
         metavar="RULE",
+        validate=_read_triggers,
     )
     spill_dir: str | None = option(
-        None, "Directory that takes an iteration when the store cannot, until 'ranktape push' brings it there."
+        None, "Directory for the iterations that the store cannot take; 'ranktape push' copies them to the store."
     )
-    strict: bool = option(False, "End the training with an error when the capture fails inside.")  # noqa: FBT003
-    manual: bool = option(False, "Attach no hooks: record only what save_tensor is given.")  # noqa: FBT003
-    resume: bool = option(False, "Continue the run that is at the URL, as a new attempt.")  # noqa: FBT003
-    overwrite: bool = option(False, "Delete the run that is at the URL first.")  # noqa: FBT003
+    strict: bool = flag("End the training with an error when the capture fails inside.")
+    manual: bool = flag("Attach no hooks: record only what save_tensor is given.")
+    resume: bool = flag("Continue the run that is at the URL, as a new attempt.")
+    overwrite: bool = flag("Delete the run that is at the URL first.")
     storage_options: Mapping[str, Any] | None = option(
         None,
         'JSON object for fsspec, such as \'{"endpoint_url": "http://host:9000"}\'.',
         is_secret=True,
-        is_free=True,
         metavar="JSON",
+        parse=parse_storage_options,
+        validate=_check_storage_options,
     )
     layer_offset: int = 0
     """Added to the index of each layer on a later pipeline stage. Only in Python, because each rank has its own."""
@@ -176,81 +208,44 @@ class CaptureOptions:
     """Whether the records of a run at the URL are shown with the new ones, as in a folder of the legacy tools."""
 
     def __post_init__(self) -> None:
-        """Check every value, including the rules.
+        """Check each value, and their combinations.
 
         Raises:
-            UsageError: a value is not allowed.
+            UsageError: a value or a combination is not allowed.
         """
         for setting in SETTINGS:
             setting.check(getattr(self, setting.name))
-        if self.layer_offset < 0:
-            raise UsageError(f"layer_offset {self.layer_offset} is not allowed: give a whole number from 0 on")
-        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
-            raise UsageError(
-                f"--max-iterations {self.max_iterations} is below --min-iterations {self.min_iterations}: raise it"
-            )
-        if self.keep_last is not None and self.keep_last < self.min_iterations:
-            raise UsageError(
-                f"--keep-last {self.keep_last} is below --min-iterations {self.min_iterations}, which are guaranteed: "
-                f"raise it"
-            )
-        self._check_recorder()
         if self.quant_type is not None:
             check_term(self.quant_type, field="quant_type")
-        self._check_advance_on()
-        given: Any = self.storage_options  # callers without type checks pass anything
-        if not isinstance(given, Mapping | None):
-            kind = type(given).__name__
-            raise UsageError(f"--storage-options is a {kind}: give an object such as {{'anon': True}}")
-        try:
-            json.dumps(given)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"--storage-options cannot be passed on as JSON ({error}): give text and numbers"
-            ) from error
+        if self.layer_offset < 0:
+            raise UsageError(f"layer_offset {self.layer_offset} is not allowed: give a whole number from 0 on")
+        for name, count in (("--max-iterations", self.max_iterations), ("--keep-last", self.keep_last)):
+            if count is not None and count < self.min_iterations:
+                raise UsageError(
+                    f"{name} {count} is below --min-iterations {self.min_iterations}, which are guaranteed: raise it"
+                )
         if self.resume + self.overwrite + self.adds > 1:
             raise UsageError("--resume and --overwrite exclude each other: give one")
-        _ = self.triggers
-        if is_given(self.select) or is_given(self.layers):
-            from ranktape.capture.settings.rules import read_numbers
-
-            read_numbers("layers", self.layers)
-            _ = self.wanted_modes
+        self._check_recorder()
 
     def _check_recorder(self) -> None:
         """Check the values that depend on whether this is a flight recorder."""
         if self.record_last is None:
             if is_given(self.trigger):
-                raise UsageError("--trigger is for a flight recorder: add --record-last, the iterations that it holds")
+                raise UsageError("--trigger is for a flight recorder: add --record-last N")
             return
-        counts = {"--max-iterations": self.max_iterations, "--keep-last": self.keep_last}
-        if self.min_iterations != 1:
-            counts["--min-iterations"] = self.min_iterations
-        for flag, count in counts.items():
-            if count is not None:
+        for setting in SETTINGS:
+            value = getattr(self, setting.name)
+            if (reason := _NOT_WITH_RECORD_LAST.get(setting.name)) and value != setting.default:
+                option_text = setting.flag if setting.kind is bool else f"{setting.flag} {value}"
                 raise UsageError(
-                    f"{flag} {count} counts iterations that are stored in any case, and --record-last stores none "
-                    f"until something happens: leave one of them out"
+                    f"{option_text} and --record-last {self.record_last} exclude each other, because a flight recorder "
+                    f"{reason}: give one"
                 )
-        if self.stop_when_stored:
-            raise UsageError(
-                "--stop-when-stored waits for guaranteed iterations, and --record-last has none: leave one of them out"
-            )
-        if self.manual:
-            raise UsageError("--record-last holds what hooks see, and --manual has none: leave one of them out")
-
-    def _check_advance_on(self) -> None:
-        value, events, most_digits = self.advance_on, ("optimizer", "forward", "step"), 9
-        name, _, number = value.partition(":") if isinstance(value, str) else ("", "", "")
-        is_numbered = name == "optimizer" and number.isdecimal() and len(number) <= most_digits
-        if value not in events and not is_numbered and not callable(getattr(value, "step", None)):
-            raise UsageError(
-                f"--advance-on {value!r:.60} is not allowed: give {', '.join(events)}, optimizer:N, or an optimizer"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields without the cached properties: the writer needs no parsed rules."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
     @functools.cached_property
     def rules(self) -> tuple[CaptureRule, ...]:
@@ -262,11 +257,7 @@ class CaptureOptions:
     @functools.cached_property
     def triggers(self) -> tuple[SiteTrigger, ...]:
         """The limits of metrics at which a flight recorder stores the iterations that it holds."""
-        if not is_given(self.trigger):
-            return ()
-        from ranktape.capture.flight.rules import read_site_triggers
-
-        return read_site_triggers(self.trigger)
+        return _read_triggers(self.trigger)
 
     @property
     def cadence(self) -> Cadence:
@@ -281,9 +272,7 @@ class CaptureOptions:
     @property
     def target_iterations(self) -> int:
         """Number of complete iterations after which the capture stops; 0 for a flight recorder, which never does."""
-        if self.record_last is not None:
-            return 0
-        return self.min_iterations if self.max_iterations is None else self.max_iterations
+        return self.guaranteed_iterations if self.max_iterations is None else self.max_iterations
 
     @property
     def wants_layers(self) -> bool:
@@ -291,7 +280,7 @@ class CaptureOptions:
         return is_given(self.layers) and self.layers is not False
 
     @functools.cached_property
-    def _written(self) -> list[CaptureRule]:
+    def _selected(self) -> list[CaptureRule]:
         """The rules of `select`, without those that follow from other settings."""
         return [rule for rule in self.rules if rule.number]
 
@@ -300,27 +289,27 @@ class CaptureOptions:
         """The layer types to attach to, as names or globs."""
         outputs = LAYER_OUTPUTS if self.wants_layers else ()
         usual = () if outputs else DEFAULT_LAYER_TYPES
-        found = [one for rule in self._written for one in rule.texts("layer_type") or usual] if self._written else usual
-        return tuple(dict.fromkeys((*found, *outputs)))
+        selected = [text for rule in self._selected for text in rule.texts("layer_type") or usual]
+        return tuple(dict.fromkeys((*(selected if self._selected else usual), *outputs)))
 
     def wants_layer_type(self, layer_type: str) -> bool:
         """Whether to attach to layers of that type."""
-        return _fits(self.wanted_layer_types, layer_type)
+        return _matches(self.wanted_layer_types, layer_type)
 
     def names_layer_type(self, layer_type: str) -> bool:
         """Whether a rule names that layer type, so that it is not selected by `layers` alone."""
-        return any(_fits(rule.texts("layer_type"), layer_type) for rule in self._written)
+        return any(_matches(rule.texts("layer_type"), layer_type) for rule in self._selected)
 
     def wants_module(self, path: str) -> bool:
         """Whether to attach to the module with that path."""
-        modules = [rule.texts("module") for rule in self._written]
-        return not modules or any(not texts or _fits(texts, path) for texts in modules)
+        globs = self.named_modules
+        return not globs or _matches(tuple(globs), path)
 
     @property
     def named_modules(self) -> list[str]:
         """The globs of modules of all rules; empty if a rule names no modules."""
-        modules = [rule.texts("module") for rule in self._written]
-        return [one for texts in modules for one in texts] if all(modules) else []
+        globs = [rule.texts("module") for rule in self._selected]
+        return [text for texts in globs for text in texts] if all(globs) else []
 
     @property
     def names_mode(self) -> bool:
@@ -329,47 +318,37 @@ class CaptureOptions:
 
     @functools.cached_property
     def wanted_modes(self) -> tuple[str, ...]:
-        """The modes of the passes that are recorded. A rule without one means `train`, or both if `layers` is given.
-
-        Raises:
-            UsageError: a rule matches no mode.
-        """
+        """The modes of the passes that are recorded. A rule without one means `train`, or both if `layers` is given."""
         modes = tuple(map(str, Mode))
         usual = modes if self.wants_layers else (Mode.TRAIN.value,)
-        if not self.names_mode:
-            return usual
-        from ranktape.storage.query.columns import StringColumn
+        wanted = {mode for rule in self.rules for mode in (rule.modes if "mode" in rule.names else usual)}
+        return tuple(mode for mode in modes if mode in wanted)
 
-        column = StringColumn.of(modes)
-        found: set[str] = set()
-        for rule in self.rules:
-            fitting = rule.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
-            own = [mode for mode, fits_it in zip(modes, fitting, strict=True) if fits_it]
-            if not own:
-                raise UsageError(
-                    f"--select, rule {rule.number}, is for passes in neither train nor eval mode: change it"
-                )
-            found.update(own if "mode" in rule.names else usual)
-        return tuple(mode for mode in modes if mode in found)
-
-    def asked(self, settings: Mapping[str, Any]) -> CaptureOptions:
+    def for_request(self, settings: Mapping[str, Any]) -> CaptureOptions:
         """The options for an iteration that was requested during the training; its settings, if any, select in it."""
-        if unknown := sorted(settings.keys() - set(ASKED_SETTINGS)):
-            raise UsageError(f"{unknown[0]!r:.60} selects nothing: {nearest(unknown[0], ASKED_SETTINGS)}")
-        own = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
-        return dataclasses.replace(self, **own)
+        if unknown := sorted(settings.keys() - set(REQUEST_SETTINGS)):
+            name = unknown[0]
+            raise UsageError(f"{name!r:.60} is not a setting of a request: {nearest(name, REQUEST_SETTINGS)}")
+        selection = {"select": (), "keep": Keep.VALUES.value, "layers": None, **settings} if settings else {}
+        return dataclasses.replace(self, **selection)
 
     def plain(self) -> dict[str, Any]:
         """The settings as values for JSON, without the script's own classes, for another process."""
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        written: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
-        return written
+        values: dict[str, Any] = json.loads(json.dumps(self.__getstate__(), default=_plain))
+        return values
 
     def document(self) -> dict[str, Any]:
         """The settings for the run's document: values for JSON, without secrets."""
         public = self.plain() | {"min_iterations": self.guaranteed_iterations}
         del public["storage_options"]
         return public
+
+
+_NOT_WITH_RECORD_LAST = {
+    **dict.fromkeys(("min_iterations", "max_iterations", "keep_last", "stop_when_stored"), "guarantees no iterations"),
+    "manual": "holds what hooks record",
+}
+"""The settings that have no meaning for a flight recorder, each with the reason."""
 
 
 class CaptureSettings(TypedDict, total=False):
@@ -408,13 +387,13 @@ class CaptureSettings(TypedDict, total=False):
 
 
 SETTINGS: Sequence[Setting] = tuple(
-    dataclasses.replace(item.metadata["setting"], name=item.name)
+    Setting(name=item.name, type_name=str(item.type), default=item.default, **item.metadata)
     for item in dataclasses.fields(CaptureOptions)
-    if "setting" in item.metadata
+    if item.metadata
 )
 """All settings, in the order of `CaptureOptions`."""
 
-ASKED_SETTINGS = ("select", "keep")
+REQUEST_SETTINGS = ("select", "keep")
 """The settings that a request for iterations of a running training may give."""
 
 
@@ -426,19 +405,16 @@ def check_layer_types(options: CaptureOptions, *, known: Sequence[str]) -> None:
     Raises:
         UsageError: an unknown layer type is not allowed.
     """
-    unknown = (
-        []
-        if options.manual
-        else [one for one in options.wanted_layer_types if not any(_fits((one,), each) for each in known)]
-    )
+    wanted = () if options.manual else options.wanted_layer_types
+    unknown = [pattern for pattern in wanted if not any(_matches((pattern,), name) for name in known)]
     for pattern in unknown:
         hint = nearest(pattern, known, otherwise="give one of", cutoff=0.6)
-        if hint.startswith("did you") or len(unknown) == len(options.wanted_layer_types):
-            raise UsageError(f"no kind of layer is called {pattern!r:.60} (--select layer_type=...): {hint}")
+        if hint.startswith("did you") or len(unknown) == len(wanted):
+            raise UsageError(f"there is no layer type {pattern!r:.60} (--select layer_type=...): {hint}")
 
 
-def _fits(patterns: tuple[str, ...], text: str) -> bool:
-    from ranktape.capture.settings.rules import fits  # imports numpy, which help does not need
+def _matches(patterns: tuple[str, ...], text: str) -> bool:
+    from ranktape.capture.settings.rules import fits
 
     return fits(patterns, text)
 

@@ -82,8 +82,8 @@ class Numbers:
 @functools.lru_cache(maxsize=1 << 10)
 def _below(chosen: Filter, count: int) -> list[int]:
     numbers = np.arange(count)
-    found: list[int] = numbers[chosen.mask(lambda _: numbers, count)].tolist()
-    return found
+    selected: list[int] = numbers[chosen.mask(lambda _: numbers, count)].tolist()
+    return selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,22 +104,28 @@ class CaptureRule:
     @property
     def names(self) -> frozenset[str]:
         """The fields by which the rule selects."""
-        return frozenset({one.field for one in self.filters} | set(self.where.names if self.where else ()))
+        return frozenset({each.field for each in self.filters} | set(self.where.names if self.where else ()))
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes of the passes whose tensors the rule can match."""
+        modes = CLOSED["mode"]
+        column = StringColumn.of(modes)
+        matches = self.can_hold(lambda _: column, known={"mode"}, num_rows=len(modes))
+        return [mode for mode, is_match in zip(modes, matches, strict=True) if is_match]
 
     def texts(self, field: str) -> tuple[str, ...]:
         """The comma-separated parts of a field's filters; empty if it has none."""
-        return tuple(str(part) for one in self.filters if one.field == field for part in one.parts)
+        return tuple(str(part) for each in self.filters if each.field == field for part in each.parts)
 
     def can_hold(self, source: ColumnSource, *, num_rows: int, known: Collection[str] | None = None) -> Mask:
         """The rows that the rule can match, given the columns of the known fields, by default all, in `source`."""
         known = self.names if known is None else known
-        found = np.ones(num_rows, dtype=np.bool_)
-        for one in self.filters:
-            if one.field in known:
-                found &= one.mask(source, num_rows)
-        if self.where is not None:
-            found &= self.where.can_hold(source, known=known, num_rows=num_rows)
-        return found
+        mask = np.ones(num_rows, dtype=np.bool_)
+        for each in self.filters:
+            if each.field in known:
+                mask &= each.mask(source, num_rows)
+        return mask if self.where is None else mask & self.where.can_hold(source, known=known, num_rows=num_rows)
 
 
 def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[CaptureRule, ...]:
@@ -133,19 +139,18 @@ def read_rules(select: Any, *, keep: str, outputs: Sequence[str]) -> tuple[Captu
     Raises:
         UsageError: a rule is not valid, or can never apply.
     """
-    rules = [_rule(words, keep=keep, number=number) for number, words in enumerate(rule_words(select), start=1)]
-    for number, rule in enumerate(rules[:-1], start=1):
-        if not (rule.filters or rule.where):
-            raise UsageError(f"--select, rule {number + 1} is never asked: rule {number} fits everything, put it last")
-    if rules and outputs:
-        column = StringColumn.of(outputs)
-        named = np.zeros(len(outputs), dtype=np.bool_)
-        for rule in rules:
-            named |= rule.can_hold(lambda _: column, known={"layer_type"}, num_rows=len(outputs))
-        if not named.all():
-            others = [kind for kind, is_named in zip(outputs, named, strict=True) if not is_named]
-            rules.append(_rule({"layer_type": others}, keep=keep, number=0))
-    return tuple(rules) or (CaptureRule(number=0, filters=(), where=None, samples=None, keep=keep),)
+    rules = [_rule(items, keep=keep, number=number) for number, items in enumerate(_rule_items(select), start=1)]
+    for rule in rules:
+        label = f"--select, rule {rule.number}"
+        if not (rule.filters or rule.where) and rule is not rules[-1]:
+            raise UsageError(f"{label}, matches every tensor, so that the rules after it have no effect: put it last")
+        if "mode" in rule.names and not rule.modes:
+            raise UsageError(f"{label}, matches neither {' nor '.join(CLOSED['mode'])} mode: change mode or where")
+    column = StringColumn.of(outputs)
+    masks = [rule.can_hold(lambda _: column, known={"layer_type"}, num_rows=len(outputs)) for rule in rules]
+    if masks and (others := [kind for kind, *named in zip(outputs, *masks, strict=True) if not any(named)]):
+        rules.append(_rule({"layer_type": others}, keep=keep, number=0))
+    return tuple(rules) or (_rule({}, keep=keep, number=0),)
 
 
 def parse_rules(text: str) -> list[dict[str, str]]:
@@ -160,7 +165,7 @@ def parse_rules(text: str) -> list[dict[str, str]]:
             rest = text[start:].lstrip()
             raise UsageError(
                 f"--select: expected NAME=VALUE at character {len(text) - len(rest) + 1}, found {rest[:_CONTEXT]!r}: "
-                f"write a rule as in \"layer_type=attention where='call > 0'\""
+                f"write a rule such as \"layer_type=attention where='call > 0'\""
             )
         start = match.end()
         if match["end"] is not None:
@@ -170,34 +175,30 @@ def parse_rules(text: str) -> list[dict[str, str]]:
             continue
         name = match["name"].replace("-", "_")
         if name in rules[-1]:
-            raise UsageError(f"--select says {name} twice in one rule: separate alternatives with commas")
+            raise UsageError(f"--select has {name} twice in one rule: separate alternatives with commas")
         quoted = match["single"] if match["single"] is not None else match["double"]
         rules[-1][name] = match["bare"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
     if not all(rules):
-        raise UsageError(
-            f"--select {text[:_CONTEXT]!r} has a rule that says nothing: write NAME=VALUE, or leave it out"
-        )
+        raise UsageError(f"--select {text[:_CONTEXT]!r} has an empty rule: write NAME=VALUE, or leave it out")
     return rules
 
 
-def rule_words(given: Any) -> list[dict[str, Any]]:
+def _rule_items(select: Any) -> list[dict[str, Any]]:
     """The names and values of each rule."""
     rules: list[dict[str, Any]] = []
-    for rule in (given if isinstance(given, list | tuple) else (given,)) if is_given(given) else ():
+    for rule in (select if isinstance(select, list | tuple) else (select,)) if is_given(select) else ():
         if isinstance(rule, str):
             rules += parse_rules(rule)
             continue
         if not isinstance(rule, Mapping):
-            raise UsageError(f"select: {shown(rule)} is no rule: give a mapping of fields, or a text for --select")
+            raise UsageError(f"select: {shown(rule)} is not a rule: give a mapping of fields, or a text for --select")
         number = len(rules) + 1
         if not rule:
             raise UsageError(f"select: rule {number} is empty: give it a field, samples or keep")
-        rules.append({})
-        for written, value in rule.items():
-            name = str(written).replace("-", "_")
-            if name in rules[-1]:
-                raise UsageError(f"select: rule {number} says {name} twice, by two of its names: give it once")
-            rules[-1][name] = value
+        names = [str(name).replace("-", "_") for name in rule]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"select: rule {number} has {repeated[0]} twice, with - and with _: give it once")
+        rules.append(dict(zip(names, rule.values(), strict=True)))
     return rules
 
 
@@ -231,21 +232,19 @@ def _counts_from_zero(alternative: Any) -> bool:
     return isinstance(alternative, int) and not isinstance(alternative, bool) and alternative >= 0
 
 
-def _rule(words: Mapping[str, Any], *, keep: str, number: int) -> CaptureRule:
+def _rule(items: Mapping[str, Any], *, keep: str, number: int) -> CaptureRule:
     # For a field, None selects missing values, as in a query. For other names, it means 'not given'.
-    given = {name: value for name, value in words.items() if value is not None or name in FIELDS}
-    where = given.pop("where", None)
-    samples = given.pop("samples", None)
-    kept = given.pop("keep", keep)
+    fields = {name: value for name, value in items.items() if value is not None or name in FIELDS}
+    where, samples, form = fields.pop("where", None), fields.pop("samples", None), fields.pop("keep", keep)
     try:
-        if kept not in KEEPS:
-            raise UsageError(f"keep {shown(kept)} is not allowed: give one of {', '.join(KEEPS)}")
+        if form not in KEEPS:
+            raise UsageError(f"keep {shown(form)} is not allowed: give one of {', '.join(KEEPS)}")
         return CaptureRule(
             number=number,
-            filters=tuple(_checked_filter(name, value) for name, value in given.items()),
+            filters=tuple(_checked_filter(name, value) for name, value in fields.items()),
             where=None if where is None else _checked_where(where),
             samples=None if samples is None else read_numbers("samples", samples),
-            keep=str(kept),
+            keep=str(form),
         )
     except UsageError as error:
         raise type(error)(f"--select, rule {number}: {error}") from error
@@ -253,23 +252,22 @@ def _rule(words: Mapping[str, Any], *, keep: str, number: int) -> CaptureRule:
 
 def _checked_filter(name: str, value: Any) -> Filter:
     _check_names([name], others=("where", "samples", "keep"))
-    found = parse_filter(name, value)
-    found.mask(_no_rows, 0)
-    for text in found.parts if name in CLOSED else ():
-        allowed = CLOSED[name]
-        if not any(map(glob(str(text)), allowed)):
-            hint = nearest(str(text), allowed, otherwise="give one of", cutoff=0.6)
+    parsed = parse_filter(name, value)
+    parsed.mask(_no_rows, 0)
+    for text in parsed.parts if name in CLOSED else ():
+        if not any(map(glob(str(text)), CLOSED[name])):
+            hint = nearest(str(text), CLOSED[name], otherwise="give one of", cutoff=0.6)
             raise UsageError(f"{name} {text!r:.60} is not allowed: {hint}")
-    return found
+    return parsed
 
 
 def _checked_where(text: Any) -> Where:
     if not isinstance(text, str):
-        raise UsageError(f"where {shown(text)} is no expression: give a text such as \"layer_type == 'linear'\"")
-    found = parse_where(text)
-    _check_names(found.names, others=())
-    found.mask(_no_rows)
-    return found
+        raise UsageError(f"where {shown(text)} is not an expression: give a text such as \"layer_type == 'linear'\"")
+    parsed = parse_where(text)
+    _check_names(parsed.names, others=())
+    parsed.mask(_no_rows)
+    return parsed
 
 
 def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
@@ -282,8 +280,8 @@ def _check_names(names: Sequence[str], *, others: Sequence[str]) -> None:
 
         if name in COLUMNS:
             raise UnknownFieldError(
-                f"{name} is not known yet when a tensor is captured: choose by {', '.join(FIELDS)}, "
-                f"and by {name} when the run is read"
+                f"{name} is not known yet when a tensor is captured: select by {', '.join(FIELDS)}, and by {name} when "
+                f"the run is read"
             )
         raise UnknownFieldError(f"tensors have no field {name!r:.60}: {nearest(name, (*FIELDS, *others))}")
 

@@ -54,62 +54,61 @@ class Sightings:
             return np.array([self.rank])
         if name in self.values:
             return StringColumn.of(sorted(self.values[name]))
-        found = [_site_values(*site)[name] for site in self.sites]
-        return StringColumn.of(map(str, found)) if name in TEXT_FIELDS else np.array(found, dtype=np.int64)
+        values = [_site_values(*site)[name] for site in self.sites]
+        return StringColumn.of(map(str, values)) if name in TEXT_FIELDS else np.array(values, dtype=np.int64)
 
 
-def find_unmatched(options: CaptureOptions, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
+def find_unmatched(options: CaptureOptions, sightings: Sightings, *, paths: Collection[str]) -> Iterator[str]:
     """A message for each alternative of a filter, and each rule, that matched nothing.
 
     Args:
         options: The settings of the capture.
-        seen: What the capture has seen.
+        sightings: What the capture has seen.
         paths: The paths of the model's modules, for hints.
     """
-    if not seen.sites:
+    if not sightings.sites:
         return  # nothing has run yet, as in a capture of an evaluation that has not started
     for rule in options.rules:
         if not rule.number:
             continue
-        found = [f"{one.field} {text}" for one in rule.filters for text in _unmatched_of(one, seen, paths=paths)]
-        if not found and not rule.can_hold(seen.column, known=OF_SITES, num_rows=len(seen.sites)).any():
-            found = ["matches nothing of the first iteration: see what 'ranktape analyze ls' shows without it"]
-        yield from (f"--select, rule {rule.number}: {text}" for text in found)
+        messages = [
+            f"{each.field} {text}" for each in rule.filters for text in _unmatched_parts(each, sightings, paths=paths)
+        ]
+        if not messages and not rule.can_hold(sightings.column, known=OF_SITES, num_rows=len(sightings.sites)).any():
+            messages = [f"matches nothing{_IN_FIRST}: 'ranktape analyze ls' shows what a capture without it records"]
+        yield from (f"--select, rule {rule.number}: {message}" for message in messages)
 
 
-def _unmatched_of(chosen: Filter, seen: Sightings, *, paths: Collection[str]) -> Iterator[str]:
-    if chosen.field not in (*OF_SITES, *_OF_TENSORS, "rank"):
+_IN_FIRST = " of the first iteration"
+
+
+def _unmatched_parts(selected: Filter, sightings: Sightings, *, paths: Collection[str]) -> Iterator[str]:
+    if selected.field not in (*OF_SITES, *_OF_TENSORS, "rank"):
         return
-    column = seen.column(chosen.field)
-    for one in chosen.parts:
-        alone = Filter(field=chosen.field, alternatives=(one,))
-        if not alone.mask(lambda _: column, len(column)).any():
-            hint = _hint(str(one), column, paths=paths if chosen.field == "module" else ())
-            shown = f"{one!r:.60}" if isinstance(one, str) else str(one)
-            yield f"{shown} matches nothing of the first iteration{hint}"
+    column = sightings.column(selected.field)
+    for part in selected.parts:
+        if not Filter(field=selected.field, alternatives=(part,)).mask(lambda _: column, len(column)).any():
+            hint = _hint(str(part), column, paths=paths if selected.field == "module" else ())
+            yield f"{f'{part!r:.60}' if isinstance(part, str) else part} matches nothing{_IN_FIRST}{hint}"
 
 
-def _hint(given: str, column: Column, *, paths: Collection[str]) -> str:
+def _hint(value: str, column: Column, *, paths: Collection[str]) -> str:
     """The part of a message that suggests a value, or lists those seen; empty if there are too many."""
     if not isinstance(column, StringColumn):
-        return f" (seen were {column.min()} to {column.max()})" if len(column) > 1 else ""
+        return f" (seen: {column.min()} to {column.max()})" if len(column) > 1 else ""
     names = sorted({*filter(None, column.table), *paths})
-    if near := difflib.get_close_matches(given, names, 1, 0.5):
+    if near := difflib.get_close_matches(value, names, 1, 0.5):
         return f": did you mean {near[0]}?"
-    return f" (seen were {', '.join(names)})" if 0 < len(names) <= _MAX_LISTED else ""
+    return f" (seen: {', '.join(names)})" if 0 < len(names) <= _MAX_LISTED else ""
 
 
 def _site_values(source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
     """The fields of a site, with a suffix added to the tensor's name."""
-    return {
-        **source._asdict(),
-        "operation": str(role.operation),
-        "phase": role.phase,
-        "tensor_name": role.tensor_name + suffix,
-    }
+    tensor_name = role.tensor_name + suffix
+    return {**source._asdict(), "operation": str(role.operation), "phase": role.phase, "tensor_name": tensor_name}
 
 
-MAX_ANSWERS = 1 << 17
+MAX_DECISIONS = 1 << 17
 """Largest number of cached decisions, which limits the memory if there are always new shapes and calls."""
 
 _ALWAYS_KNOWN = frozenset({*OF_SITES, "rank"})
@@ -130,24 +129,27 @@ _SUFFIXES = ("", "_codes", "_scales")
 class Selecting:
     """The rules of a capture on one rank."""
 
-    def __init__(self, options: CaptureOptions, *, rank: int, is_asked: bool = False) -> None:
-        """Take the rules. `is_asked` means those of a requested iteration, for which no sightings are collected."""
+    def __init__(self, options: CaptureOptions, *, rank: int, is_requested: bool = False) -> None:
+        """Take the rules. For an iteration that was requested during the training, no sightings are collected."""
         self._rules = options.rules
         self._rank = rank
         names = frozenset[str]().union(*(rule.names for rule in self._rules))
-        self._is_general = not names
-        self.of_all = self._rules[0] if self._is_general else None
+        self.only_rule = None if names else self._rules[0]
         """The rule for all tensors, if no rule selects by a field; otherwise None."""
-        self._asked = [number for number, name in enumerate(_OF_TENSOR) if name in names]
+        self._indices = [index for index, name in enumerate(_OF_TENSOR) if name in names]
+        """The indices of the fields in `_OF_TENSOR` by which a rule selects."""
         of_call = [name for name in _OF_CALL if name in names]
-        self.asks_for_calls = bool(of_call)
-        """Whether the decision depends on the call: its microbatch, compute dtype, batch size or mode."""
-        self._asked_of_call = operator.attrgetter(*of_call) if of_call else None
+        self._selected_of_call = operator.attrgetter(*of_call) if of_call else None
         self._is_by_name = "tensor_name" in names
-        self.sightings: Sightings | None = None if self._is_general or is_asked else Sightings(rank)
+        self.sightings: Sightings | None = Sightings(rank) if names and not is_requested else None
         """The sites and values seen so far; None if they are not, or no longer, needed."""
-        self._answers: dict[Any, int] = {}
+        self._decisions: dict[Any, int] = {}
         self._possible: dict[Any, bool] = {}
+
+    @property
+    def depends_on_call(self) -> bool:
+        """Whether the decision depends on the call: its microbatch, compute dtype, batch size or mode."""
+        return self._selected_of_call is not None
 
     def decide(
         self,
@@ -162,16 +164,16 @@ class Selecting:
         suffix: str = "",
     ) -> CaptureRule | None:
         """The rule that decides what is kept of a tensor, given the suffix of its name; None if it is not captured."""
-        if self.of_all is not None:
-            return self.of_all
-        seen = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
-        key = (source, role, suffix, *[seen[number] for number in self._asked])
-        number = self._answers.get(key)
+        if self.only_rule is not None:
+            return self.only_rule
+        values = (*_call_values(call), call.index, quant_type, dtype, shape, nbytes, math.prod(shape))
+        key = (source, role, suffix, *[values[index] for index in self._indices])
+        number = self._decisions.get(key)
         if number is None:
-            number = self._find(source, role, seen, suffix=suffix)
-            if len(self._answers) >= MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[key] = number
+            number = self._find(source, role, values, suffix=suffix)
+            if len(self._decisions) >= MAX_DECISIONS:
+                self._decisions.clear()
+            self._decisions[key] = number
         return self._rules[number] if number >= 0 else None
 
     def may_take(self, source: Source, role: TensorRole, call: Call | None = None) -> bool:
@@ -179,42 +181,42 @@ class Selecting:
 
         This is called before the tensor is available, so that its unknown fields may have any value.
         """
-        if self.of_all is not None:
+        if self.only_rule is not None:
             return True
         # The key has only fields by which a rule selects, so that most decisions are made once for all microbatches.
-        asked = self._asked_of_call
-        key = (source, role, call is None, None if call is None or asked is None else asked(call))
-        found = self._possible.get(key)
-        if found is None:
-            if len(self._possible) >= MAX_ANSWERS:
+        selected = self._selected_of_call
+        key = (source, role, call is None, None if call is None or selected is None else selected(call))
+        is_possible = self._possible.get(key)
+        if is_possible is None:
+            if len(self._possible) >= MAX_DECISIONS:
                 self._possible.clear()
-            found = self._possible[key] = self._can_take(source, role, call)
-        return found
+            is_possible = self._possible[key] = self._can_take(source, role, call)
+        return is_possible
 
-    def _find(self, source: Source, role: TensorRole, seen: Sequence[Any], *, suffix: str) -> int:
-        values = self._values(source, role, suffix) | dict(zip(_OF_TENSOR, seen, strict=True))
+    def _find(self, source: Source, role: TensorRole, of_tensor: Sequence[Any], *, suffix: str) -> int:
+        values = self._values(source, role, suffix) | dict(zip(_OF_TENSOR, of_tensor, strict=True))
         if self.sightings is not None:
             self.sightings.sites[source, role, suffix] = None
             for name, texts in self.sightings.values.items():
                 texts.add(values[name])
         values["shape"] = "[" + ",".join(map(str, values["shape"])) + "]"
-        column = _source_of(values)
+        column = _row(values)
         return next((number for number, rule in enumerate(self._rules) if rule.can_hold(column, num_rows=1)[0]), -1)
 
     def _can_take(self, source: Source, role: TensorRole, call: Call | None) -> bool:
         if self.sightings is not None:
             self.sightings.sites[source, role, ""] = None
-        known = _ALWAYS_KNOWN if call is None else _ALWAYS_KNOWN.union(_OF_CALL)
         of_call = {} if call is None else dict(zip(_OF_CALL, _call_values(call), strict=True))
+        known = _ALWAYS_KNOWN.union(of_call)
         suffixes = _SUFFIXES if self._is_by_name else ("",)
-        columns = (_source_of(self._values(source, role, suffix) | of_call) for suffix in suffixes)
+        columns = (_row(self._values(source, role, suffix) | of_call) for suffix in suffixes)
         return any(rule.can_hold(column, known=known, num_rows=1)[0] for column in columns for rule in self._rules)
 
     def _values(self, source: Source, role: TensorRole, suffix: str) -> dict[str, Any]:
         return {**_site_values(source, role, suffix), "rank": self._rank}
 
 
-def _source_of(values: Mapping[str, Any]) -> Callable[[str], Column]:
+def _row(values: Mapping[str, Any]) -> Callable[[str], Column]:
     """The values as columns of one row, with the types of a catalogue's columns."""
 
     def column(name: str, /) -> Column:

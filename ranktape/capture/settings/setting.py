@@ -1,11 +1,11 @@
-"""The definition of one setting of a capture: its name in each source, its type, and its allowed values."""
+"""One setting of a capture: its name in each source, its type, its default and its allowed values."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ COLLECTIONS = (list, tuple, set, frozenset)
 FILE_HELP = "YAML or TOML file with settings of these names; the command line overrides it."
 """Help text of the option `--capture-config`."""
 
-_SHOWN = 60
+_MAX_SHOWN = 60
 """Number of characters of a wrong value that a message shows."""
 
 
@@ -37,14 +37,14 @@ _SHOWN = 60
 class Setting:
     """How one field of `CaptureOptions` is written on a command line, in a file and in the environment."""
 
-    name: str = ""
+    name: str
     """Name of the field."""
+    type_name: str
+    """Annotation of the field. If it is neither a number, a text nor a bool, Python may give a value of any type."""
     default: Any
     """Value if the setting is not given."""
     help: str
     """One sentence for the help page."""
-    kind: type[int | float | str | bool] = str
-    """Type into which a text is parsed; `bool` is a flag without a value."""
     choices: tuple[str, ...] = ()
     """The allowed values; empty if any value is allowed."""
     least: float | None = None
@@ -53,10 +53,17 @@ class Setting:
     """The largest number allowed."""
     takes_several: bool = False
     """Whether a command line may give the setting several times."""
-    is_free: bool = False
-    """Whether Python may give a value of another type; such values are checked when they are used."""
+    parse: Callable[[str], Any] | None = None
+    """Converts a text of a command line, a file or a variable; None if it is the value."""
+    validate: Callable[[Any], object] | None = None
+    """Raises `UsageError` for a value that is not allowed, besides the check of type and range; None for no check."""
     metavar: str | None = None
     """Name of the value on a help page; if None, the name of the type."""
+
+    @property
+    def kind(self) -> type[int | float | str | bool]:
+        """Type into which a text is parsed; `bool` is a flag without a value."""
+        return _KINDS.get(self.type_name.removesuffix(" | None"), str)
 
     @property
     def flag(self) -> str:
@@ -68,35 +75,45 @@ class Setting:
         """Name of the environment variable."""
         return PREFIX + self.name.upper()
 
+    def to_python(self, value: Any) -> Any:
+        """A value from a command line, a file or the environment, as Python gives it."""
+        if self.parse is not None and isinstance(value, str):
+            return self.parse(value)
+        if self.takes_several:
+            return tuple(value) if isinstance(value, list | tuple) else (value,)
+        return value
+
     def check(self, value: Any) -> None:
         """Check that the setting allows a value.
 
         Raises:
             UsageError: the value is not allowed; the message names the option.
         """
-        if value is None or self.is_free:
-            return
-        for item in value if self.takes_several and isinstance(value, COLLECTIONS) else (value,):
-            if (allowed := self._allowed(item)) is not None:
-                text = item if self.choices and isinstance(item, str) else shown(item)
-                raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
+        is_typed = self.type_name.removesuffix(" | None") in _KINDS
+        if is_typed and value is not None and (allowed := self._allowed(value)) is not None:
+            text = value if self.choices and isinstance(value, str) else shown(value)
+            raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
+        if self.validate is not None:
+            self.validate(value)
 
-    def _allowed(self, item: Any) -> str | None:
+    def _allowed(self, value: Any) -> str | None:
         """A description of the allowed values; None if the value is allowed."""
-        types, wanted = _KINDS[self.kind]
-        if not isinstance(item, types) or (isinstance(item, bool) and self.kind is not bool):
-            return wanted
-        if self.kind is int and abs(item) > self.most:
+        types, description = _ALLOWED[self.kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and self.kind is not bool):
+            return description
+        if self.kind is int and abs(value) > self.most:
             return f"{self.most} or less"
-        if self.kind is float and not abs(item) <= self.most:
+        if self.kind is float and not abs(value) <= self.most:
             # JSON cannot represent infinity.
-            return "a number" if math.isnan(item) else f"a finite number, {self.most} or less"
-        if self.least is not None and not item >= self.least:
+            return "a number" if math.isnan(value) else f"a finite number, {self.most} or less"
+        if self.least is not None and not value >= self.least:
             return f"{self.least} or more"
-        return f"one of {', '.join(self.choices)}" if self.choices and item not in self.choices else None
+        return f"one of {', '.join(self.choices)}" if self.choices and value not in self.choices else None
 
 
-_KINDS: Mapping[type, tuple[Any, str]] = {
+_KINDS: Mapping[str, type[int | float | str | bool]] = {"int": int, "float": float, "str": str, "bool": bool}
+
+_ALLOWED: Mapping[type, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     str: (str | os.PathLike, "a text"),
     int: (numbers.Integral, "a whole number"),
@@ -114,7 +131,7 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):
         # Python refuses to format integers with thousands of digits, and deeply nested values.
         return f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def is_given(value: Any) -> bool:
@@ -122,8 +139,12 @@ def is_given(value: Any) -> bool:
     return not (value is None or (isinstance(value, COLLECTIONS) and not value))
 
 
-def option(default: Any, help_: str, *, is_secret: bool = False, **about: Any) -> Any:
-    """A field of `CaptureOptions` with its `Setting`; its kind is the type of the default, unless `about` gives one."""
-    kind = {"kind": type(default)} if isinstance(default, bool | int | float | str) else {}
-    setting = Setting(default=default, help=help_, **{**kind, **about})
-    return field(default=default, metadata={"setting": setting}, repr=not is_secret)
+def option(default: Any, help_: str, *, choices: Iterable[str] = (), is_secret: bool = False, **attributes: Any) -> Any:
+    """A field of `CaptureOptions` with the attributes of its `Setting`; its name and type are those of the field."""
+    metadata = {"help": help_, "choices": tuple(map(str, choices)), **attributes}
+    return field(default=default, metadata=metadata, repr=not is_secret)
+
+
+def flag(help_: str) -> Any:
+    """A field that is False unless its flag is given."""
+    return option(default=False, help_=help_)

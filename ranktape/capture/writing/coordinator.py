@@ -303,7 +303,7 @@ class Coordinator:
         if num_asked + request.num_iterations > MAX_ASKED:
             return f"{num_asked} iterations were asked for already, and {MAX_ASKED} may be"
         try:
-            self._options.asked(request.settings)
+            self._options.for_request(request.settings)
         except UsageError as error:
             return str(error)
         return None
