@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from ranktape.capture.passes.passes import Call
-from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.passes.tracker import Call, Tracker
 from ranktape.capture.recorder import Recorder
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting

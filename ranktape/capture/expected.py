@@ -19,7 +19,7 @@ from ranktape.capture.source import Source, TensorRole, source_name
 from ranktape.storage.format.record_info import Mode, Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.passes import Call
+    from ranktape.capture.passes.tracker import Call
     from ranktape.capture.sites import RecordForm
 
 SILENT = "its hook did not fire"
@@ -29,9 +29,10 @@ FUNCTION_NOT_CALLED = "its function was not called"
 NOT_RECORDED_PASS = "it ran only in passes that are not recorded"  # noqa: S105  # no password
 WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
 NO_BACKWARD = "no backward pass reached it"
+TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
 OTHER_CALLS = "other calls of it are recorded"
 DISABLED = "disabled after an error: {error}"
-"""The reasons why a tensor is missing, besides those that are passed to `refuse`."""
+"""The reasons why a tensor is missing. Others are passed to `refuse`."""
 
 MAX_PLACES = 100
 """Maximum number of places that are listed for one reason. The rest are counted."""

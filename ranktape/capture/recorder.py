@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.capture.expected import Expected, Site
+from ranktape.capture.expected import TRANSFORMED, Expected, Site
 from ranktape.capture.guard import Guard, StrictCaptureError, failure_text
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.passes import TRANSFORMED, Call, dtype_name, is_transformed
-from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.passes.tracker import Call, Tracker, dtype_name
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.selecting import Selecting, find_unmatched
 from ranktape.capture.sites import IterationTally, RecordForm, form_of, ids_at, narrow
@@ -28,7 +27,7 @@ from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
 from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, is_plain, take_apart
-from ranktape.capture.torch_private import transform_level
+from ranktape.capture.torch_private import is_transformed, transform_level
 from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation

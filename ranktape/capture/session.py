@@ -22,8 +22,7 @@ from ranktape.capture.flight.training import Peers, Room, Signals
 from ranktape.capture.guard import StrictCaptureError, failure_text
 from ranktape.capture.hooks.compiled import has_compiled, is_left_compiled, why_eager
 from ranktape.capture.no_capture import NoCapture
-from ranktape.capture.passes.passes import Arguments, checked_sample_ids
-from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.passes.tracker import Arguments, Tracker
 from ranktape.capture.rendezvous import StopGate, find_place, keep_process_groups
 from ranktape.capture.settings.cadence import RecorderSchedule, Schedule
 from ranktape.capture.settings.config import given_arguments, options_of, resolve, stray_variables
@@ -241,7 +240,7 @@ class Capture:
         """
         if self.is_forked:
             return
-        if iteration is None and self._clock.has_ticked:
+        if iteration is None and self._clock.has_ended_by_step:
             self._console.warn_once(
                 "capture.step() is ignored, because the optimizer's step advances the iteration: remove the call, or "
                 "give --advance-on step to count by it alone",
@@ -357,7 +356,14 @@ class Capture:
         Raises:
             UsageError: an identifier is neither an integer nor a string.
         """
-        self._tracker.sample_ids = None if sample_ids is None else checked_sample_ids(sample_ids)
+        if sample_ids is None:
+            self._tracker.sample_ids = None
+            return
+        # Data loaders often return a tensor.
+        listed = sample_ids.tolist() if hasattr(sample_ids, "tolist") else list(sample_ids)
+        if wrong := [item for item in listed if not isinstance(item, int | str)]:
+            raise UsageError(f"sample id {wrong[0]!r} is a {type(wrong[0]).__name__}: give whole numbers or text")
+        self._tracker.sample_ids = tuple(listed)
 
     def _find_place(self) -> None:
         """Open the store, and find the rank and the number of ranks.
@@ -654,7 +660,7 @@ class Capture:
     def _tell_of_merged(self, iteration: int) -> None:
         """Report once that an iteration has a multiple of the usual training passes, as if the script skips steps."""
         num_passes = self._tracker.num_train_passes
-        if self._is_merge_told or not num_passes or not self._clock.has_ticked or not self._clock.is_single_step:
+        if self._is_merge_told or not num_passes or not self._clock.has_ended_by_step or not self._clock.is_single_step:
             return
         if self._usual_passes is None:
             self._usual_passes = iteration, num_passes
@@ -780,7 +786,7 @@ class Capture:
 
     def _why_unended(self) -> str | None:
         """The reason why no iteration has finished, and the remedy; None if one has, or if nothing ran."""
-        if self._clock.has_ticked or self._iteration > self.options.first_iteration:
+        if self._clock.has_ended_by_step or self._iteration > self.options.first_iteration:
             return None
         num_passes = self._tracker.num_train_passes
         # The passes of a compiled training are not counted until an iteration is captured.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ranktape.capture.passes.passes import Call, dtype_name
+from ranktape.capture.passes.tracker import Call, dtype_name
 from ranktape.capture.settings.rules import CaptureRule
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import PlainPart

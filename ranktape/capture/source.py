@@ -9,7 +9,7 @@ from ranktape.storage.format.layout import TensorSite
 from ranktape.storage.format.record_info import Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.passes import Call
+    from ranktape.capture.passes.tracker import Call
 
 
 # Tuples, because both are keys of many dictionaries on the training thread, and the hash of a tuple is fast.

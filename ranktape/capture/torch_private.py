@@ -97,3 +97,33 @@ def is_accelerator_error(error: BaseException) -> bool:
     if kind is None:
         return isinstance(error, RuntimeError) and " error: " in str(error)
     return isinstance(error, kind)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running on this thread. In a forward hook, this means a recomputation."""
+    return current_graph_task_id() != -1
+
+
+def is_traced() -> bool:
+    """Whether the running code is traced or has fake tensors, which have no values and must not be changed."""
+    if torch.compiler.is_compiling():
+        return True  # dynamo, as in torch.export, would trace the code below
+    return get_dispatch_mode(FAKE) is not None or is_jit_traced()
+
+
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` is tracing the running code."""
+    return get_tracing_state() is not None
+
+
+def is_transformed() -> bool:
+    """Whether the running code is inside a transform of `torch.func`, whose tensors cannot be stored."""
+    return transform_level() is not None
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all wrappers of `torch.func` transforms; the tensor itself if there are none."""
+    inner = tensor
+    while is_transformed_tensor(inner):
+        inner = untransformed(inner)
+    return inner

@@ -10,7 +10,7 @@ from torch import nn
 
 from ranktape.capture import Capture
 from ranktape.capture.hooks.coverage import Sight, find_coverage
-from ranktape.capture.passes.passes import Frame
+from ranktape.capture.passes.tracker import Frame
 from ranktape.storage import open_run
 from tests.capture.trainings import (
     BATCH,

@@ -15,7 +15,7 @@ from torch import nn
 
 from ranktape.capture import Capture
 from ranktape.capture.expected import MAX_ALL_FORMS, MAX_PLACES, MAX_REASONS, Expected
-from ranktape.capture.passes.passes import Call
+from ranktape.capture.passes.tracker import Call
 from ranktape.capture.sites import RecordForm
 from ranktape.capture.source import Source, TensorRole
 from ranktape.storage import IterationStatus, open_run

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.clock import OptimizerClock
+from ranktape.capture.passes.clock import Clock
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.storage import IterationState, open_run
 
 
@@ -25,7 +26,15 @@ class Counter:
 
     def __init__(self, advance_on: Any = "optimizer") -> None:
         self.count = 0
-        self.clock = OptimizerClock(self._tick, advance_on=advance_on)
+        self.notes: list[str] = []
+        self.clock = Clock(
+            CaptureOptions(advance_on=advance_on),
+            on_step=self._tick,
+            on_skip=lambda _: None,
+            on_forward=lambda *_: None,
+            on_late=lambda *_: None,
+            on_note=self.notes.append,
+        )
 
     def _tick(self) -> None:
         self.count += 1
@@ -258,18 +267,16 @@ def test_an_optimizer_that_steps_beside_another_in_each_iteration_is_named_once(
 
 
 def test_an_optimizer_that_takes_the_place_of_another_is_not_named() -> None:
-    notes: list[str] = []
-    clock = OptimizerClock(lambda: None, on_note=notes.append)
-    for _ in gan_steps():
-        pass
-    clock.stop()
+    with Counter() as both:
+        for _ in gan_steps():
+            pass
     one, other = sgd(nn.Linear(4, 4)), sgd(nn.Linear(4, 4))
-    clock = OptimizerClock(lambda: None, on_note=notes.append)
-    for optimizer in [one] * 5 + [other] * 5:
-        optimizer.step()
-    clock.stop()
-    assert len(notes) == 1
-    assert "SGD (optimizer:1) steps, too" in notes[0]
+    with Counter() as replaced:
+        for optimizer in [one] * 5 + [other] * 5:
+            optimizer.step()
+    [note] = both.notes
+    assert not replaced.notes
+    assert "SGD (optimizer:1) steps, too" in note
 
 
 @pytest.mark.parametrize("skipped", ["step", "backward and step"])

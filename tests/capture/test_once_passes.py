@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.passes import Call, Frame
-from ranktape.capture.passes.tracker import Tracker
+from ranktape.capture.passes.tracker import Call, Frame, Tracker
 from ranktape.errors import CaptureError
 from ranktape.storage import Records, open_run
 from ranktape.storage.format.record_info import Mode
@@ -157,6 +156,31 @@ def test_iterations_may_end_with_the_next_forward_in_a_training_too(tmp_path: Pa
     run = open_run(tmp_path / "run")
     assert places(run.select()) == [(0, 0, 0, 2), (1, 0, 0, 3), (2, 0, 0, 4)]
     assert verify_run(run) == {"output": 6, "grad_input": 3, "grad_weight": 6}
+
+
+class Nested(nn.Module):
+    """A layer inside of two calls of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, *, depth: int = 1) -> torch.Tensor:
+        for _ in range(2 * depth):
+            hidden = self(hidden, depth=depth - 1)
+        return self.layer(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_calls_itself_twice_runs_one_forward(tmp_path: Path) -> None:
+    nested = Nested()
+    with Capture(tmp_path / "run", advance_on="forward", min_iterations=2) as capture:
+        for number in range(3):
+            nested(batch(2)).sum().backward()
+            assert capture.iteration == number
+    outputs = open_run(tmp_path / "run").select(tensor_name="output")
+    assert sorted((record.iteration, record.call) for record in outputs) == [
+        (it, call) for it in range(2) for call in range(3)
+    ]
 
 
 def test_a_step_that_a_scaler_skips_ends_an_iteration_that_says_so(tmp_path: Path, model: Net) -> None:

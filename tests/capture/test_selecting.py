@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.passes import Call
+from ranktape.capture.passes.tracker import Call
 from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.settings.rules import CaptureRule

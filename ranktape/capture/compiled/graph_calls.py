@@ -23,10 +23,11 @@ from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.stacks import module_path
 from ranktape.capture.hooks.weights import Owner
-from ranktape.capture.passes.passes import Call, Frame, in_backward
+from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import PRODUCTS, role_of
 from ranktape.capture.roles.table import ModuleRole, Ports, ports_of
 from ranktape.capture.source import NO_TAGS, Source, Tags
+from ranktape.capture.torch_private import in_backward
 
 
 @dataclass(slots=True, kw_only=True)

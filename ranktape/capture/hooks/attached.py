@@ -20,12 +20,12 @@ from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
 from ranktape.capture.hooks.stacks import survey
 from ranktape.capture.hooks.weights import Weights
-from ranktape.capture.passes.passes import Frame, in_backward, is_traced
+from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements
-from ranktape.capture.torch_private import global_forward_pre_hooks, parameters_of
+from ranktape.capture.torch_private import global_forward_pre_hooks, in_backward, is_traced, parameters_of
 
 if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder

@@ -31,11 +31,11 @@ from ranktape.capture.hooks.weights import (
     has_same_values,
     is_cached_by_autocast,
 )
-from ranktape.capture.passes.passes import Arguments, Call, in_backward
+from ranktape.capture.passes.tracker import Arguments, Call, unwind
 from ranktape.capture.roles.table import port_of
 from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
-from ranktape.capture.torch_private import base_of, parameters_of, saved_tensors_hooks, version_of
+from ranktape.capture.torch_private import base_of, in_backward, parameters_of, saved_tensors_hooks, version_of
 from ranktape.storage.format.record_info import WIDE, Mode
 
 if TYPE_CHECKING:
@@ -128,12 +128,7 @@ class Running(threading.local):
 
     def leave(self, owner: Any) -> RunningRole | None:
         """Remove and return the innermost call of an owner, and remove the calls inside it that an exception left."""
-        for place in range(len(self.entries) - 1, -1, -1):
-            if self.entries[place].owner is owner:
-                entry = self.entries[place]
-                del self.entries[place:]
-                return entry
-        return None
+        return unwind(self.entries, lambda entry: entry.owner is owner)
 
 
 class Watch:

@@ -18,7 +18,7 @@ from ranktape.capture.torch_private import parameters_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from ranktape.capture.passes.passes import Frame
+    from ranktape.capture.passes.tracker import Frame
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.source import Source

@@ -27,18 +27,19 @@ from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole,
 from ranktape.capture.hooks.hook import MODE, Around, as_itself, replace, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks, learn_linear
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import (
-    Arguments,
-    Frame,
-    innermost_direct_call,
-    is_traced,
-    is_transformed,
-    without_transforms,
-)
+from ranktape.capture.passes.python_stack import innermost_direct_call
+from ranktape.capture.passes.tracker import Arguments, Frame
 from ranktape.capture.roles.known import ADDMM, ATTENTION, LINEAR, PARAMETER_PRODUCTS, function_roles, role_of
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
 from ranktape.capture.source import Source
-from ranktape.capture.torch_private import base_of, functional, parameters_of
+from ranktape.capture.torch_private import (
+    base_of,
+    functional,
+    is_traced,
+    is_transformed,
+    parameters_of,
+    without_transforms,
+)
 
 _OPERATORS = {
     "torch.nn.attention.flex_attention.flex_attention": ("higher_order.flex_attention", 0),

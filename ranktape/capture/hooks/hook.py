@@ -20,10 +20,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ranktape.capture.passes.passes import is_traced
 from ranktape.capture.torch_private import (
     global_forward_pre_hooks,
     is_default_device,
+    is_traced,
     mode_at,
     num_modes,
     pop_mode,

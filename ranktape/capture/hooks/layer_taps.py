@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ranktape.capture.expected import TRANSFORMED
 from ranktape.capture.hooks.calls import tensor_in
 from ranktape.capture.hooks.layers import check_layers
 from ranktape.capture.hooks.stacks import survey, unwrapped
 from ranktape.capture.hooks.states import hold, lose, reporting
-from ranktape.capture.passes.passes import TRANSFORMED, is_jit_traced, is_traced, is_transformed
 from ranktape.capture.settings.rules import read_numbers
-from ranktape.capture.torch_private import tree_map
+from ranktape.capture.torch_private import is_jit_traced, is_traced, is_transformed, tree_map
 from ranktape.errors import UsageError
 
 Forward = Callable[..., Any]

@@ -24,10 +24,10 @@ from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
 from ranktape.capture.hooks.states import holding, is_asked_for, states_here
-from ranktape.capture.passes.passes import in_backward, is_traced
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import Numbers, read_numbers
 from ranktape.capture.source import Source
+from ranktape.capture.torch_private import in_backward, is_traced
 from ranktape.errors import UsageError
 
 LAYER_PORTS = Ports(output=port_of(OUTPUT, {}))

@@ -35,20 +35,14 @@ from ranktape.capture.hooks.hook import MODE, Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks, check_layers
 from ranktape.capture.hooks.module_hooks import MultiheadHooks
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
-from ranktape.capture.passes.passes import (
-    Arguments,
-    DirectCall,
-    Frame,
-    in_backward,
-    is_traced,
-    keyword_arguments,
-    outermost_direct_call,
-)
+from ranktape.capture.passes.python_stack import DirectCall, keyword_arguments, outermost_direct_call
+from ranktape.capture.passes.tracker import Arguments, Frame
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
 from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.settings.setting import is_given
 from ranktape.capture.source import Source
+from ranktape.capture.torch_private import in_backward, is_traced
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:

@@ -40,13 +40,13 @@ from ranktape.capture.hooks.calls import (
 )
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
-from ranktape.capture.passes.passes import Arguments, Call, in_backward, is_traced
+from ranktape.capture.passes.tracker import Arguments, Call
 from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS, class_of, quantising
 from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.parts import PLAIN
 from ranktape.capture.tensors.placement import is_dtensor
-from ranktape.capture.torch_private import parameters_of, version_of
+from ranktape.capture.torch_private import in_backward, is_traced, parameters_of, version_of
 from ranktape.storage.format.record_info import Operation
 
 ACCUMULATED = tags_of("accumulated")

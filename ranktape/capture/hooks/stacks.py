@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.guard import asked
-from ranktape.capture.passes.passes import Frame
+from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.torch_private import parameters_of
 

@@ -17,9 +17,10 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from ranktape.capture.console import write_line
+from ranktape.capture.expected import TRANSFORMED
 from ranktape.capture.guard import Guard, failure_text
-from ranktape.capture.passes.passes import TRANSFORMED, in_backward
 from ranktape.capture.source import Source, TensorRole
+from ranktape.capture.torch_private import in_backward
 
 
 class LayerStates:

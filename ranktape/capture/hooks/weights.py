@@ -21,11 +21,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.passes import Call, Frame, in_backward
+from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.source import NO_TAGS, Source, Tags, TensorRole
 from ranktape.capture.tensors.parts import PLAIN, is_plain
-from ranktape.capture.torch_private import base_of, parameters_of, storage_id, version_of
+from ranktape.capture.torch_private import base_of, in_backward, parameters_of, storage_id, version_of
 
 if TYPE_CHECKING:
     from torch import nn

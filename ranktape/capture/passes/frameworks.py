@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ranktape.capture.hooks.hook import MODE, Make, as_itself
-from ranktape.capture.passes.passes import is_running
+from ranktape.capture.passes.python_stack import is_running
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""Tracks the current pass, microbatch and module of the training.
+"""Tracks the current pass, microbatch, module and call of the training.
 
 This relies on one fact: `current_graph_task_id()` is -1 exactly if no backward pass is running. A forward hook that
 runs during a backward pass belongs to a recomputation (activation checkpointing), unless a gradient hook called the
@@ -11,31 +11,131 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.passes.passes import (
-    Call,
-    DirectCall,
-    ForwardPass,
-    Frame,
-    Microbatch,
-    calls_itself,
-    dtype_name,
-    in_backward,
-    in_nested_backward,
-    is_on_stack,
-    is_transformed,
-)
-from ranktape.capture.torch_private import tree_leaves
+from ranktape.capture.passes.python_stack import DirectCall, calls_itself, in_nested_backward, is_on_stack
+from ranktape.capture.torch_private import in_backward, is_transformed, tree_leaves
 from ranktape.storage.format.record_info import Mode
+
+_Entry = TypeVar("_Entry")
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module or function. The hooks of its gradients refer to it."""
+
+    iteration: int
+    """Training step."""
+    microbatch: int
+    """Index of the microbatch in the iteration, separately for each mode."""
+    index: int
+    """Number of earlier calls of the module in the microbatch."""
+    compute_dtype: str
+    """Dtype in which the operation computes, with autocast taken into account."""
+    batch_size: int | None
+    """Number of samples in the microbatch; None if it is not known."""
+    sample_ids: tuple[int | str, ...] | None = None
+    """Identifiers of the samples; None if the user gave none."""
+    mode: Mode = Mode.TRAIN
+    """Mode of the pass."""
+    quantised_to: str = ""
+    """The `quant_type` if the layer quantises its operands itself; empty otherwise."""
+    key: tuple[Mode, int, int] = field(init=False, repr=False, compare=False)
+    """Mode, microbatch and index, which identify the call among those of its module in the iteration."""
+
+    kind: tuple[str, int | None, Mode, str] = field(init=False, repr=False, compare=False)
+    """The values that determine the form of a record: compute dtype, number of samples, mode and quantisation."""
+
+    def __post_init__(self) -> None:
+        """Compute the keys once, instead of for each tensor."""
+        object.__setattr__(self, "key", (self.mode, self.microbatch, self.index))
+        object.__setattr__(self, "kind", (self.compute_dtype, self.batch_size, self.mode, self.quantised_to))
+
+    @property
+    def quant_type(self) -> str:
+        """The default tag: the type to which the layer quantises, or the compute dtype."""
+        return self.quantised_to or QUANT_TYPES.get(self.compute_dtype, self.compute_dtype)
+
+
+QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""The usual short names of dtypes."""
+
+
+class Frame(NamedTuple):
+    """A module and its position in the model."""
+
+    path: str
+    """Dotted path."""
+    module: nn.Module
+    """The module."""
+    layer_idx: int
+    """Number of the layer; -1 outside any stack of layers."""
+    layer_stack: str = ""
+    """Dotted path of the stack with the layer, the same on all ranks with the layer; empty outside any stack."""
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """The counts of one microbatch."""
+
+    mode: Mode
+    index: int
+    num_calls: dict[str, int] = field(default_factory=dict)
+    """Number of calls so far, by module or function."""
+    num_failed: int = 0
+    """The first index of calls after a pass failed: the largest number of calls of any module until then."""
+    roots: set[int] = field(default_factory=set)
+    """The identities of the outermost modules that were entered."""
+
+    def count(self, key: str) -> int:
+        """The index of a new call of a module or function."""
+        index = self.num_calls.get(key, self.num_failed)
+        self.num_calls[key] = index + 1
+        return index
+
+    def fail(self) -> None:
+        """Note that a pass raised an exception, so that the calls of its repetition have one index in all modules."""
+        self.num_failed = max(self.num_calls.values(), default=self.num_failed)
+        self.num_calls.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One forward pass of an outermost module."""
+
+    iteration: int
+    microbatch: Microbatch
+    batch_size: int | None = None
+    sample_ids: tuple[int | str, ...] | None = None
+    is_recorded: bool = True
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in records."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unwind(running: list[_Entry], is_left: Callable[[_Entry], bool]) -> _Entry | None:
+    """Remove and return the innermost matching call, and remove the calls inside it that an exception left."""
+    for index in range(len(running) - 1, -1, -1):
+        if is_left(entry := running[index]):
+            del running[index:]
+            return entry
+    return None
 
 
 class _PassThread(threading.local):
@@ -165,13 +265,8 @@ class Tracker:
     def leave(self, module: nn.Module, output: Any) -> None:
         """Leave a module, together with inner modules that an exception left."""
         thread = self._thread
-        frames = thread.frames
-        depth = len(frames)
-        while depth and frames[depth - 1].module is not module:
-            depth -= 1
-        if depth:
-            del frames[depth - 1 :]
-        if not frames and not in_backward():
+        unwind(thread.frames, lambda frame: frame.module is module)
+        if not thread.frames and not in_backward():
             ended, thread.running = thread.running, None
             if ended is None or not ended.is_recorded:
                 return

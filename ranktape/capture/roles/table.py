@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ranktape.capture.passes.passes import Arguments
+    from ranktape.capture.passes.tracker import Arguments
 
 UNSAMPLED = frozenset({"weight", "wide_weight", "bias", "grad_weight", "grad_bias"})
 """The names of tensors without a sample dimension."""

@@ -23,7 +23,7 @@ from ranktape.storage.query.columns import Column, StringColumn
 from ranktape.storage.query.filters import Filter
 
 if TYPE_CHECKING:
-    from ranktape.capture.passes.passes import Call
+    from ranktape.capture.passes.tracker import Call
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.source import Source, TensorRole
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranktape.capture.passes.passes import dtype_name
+from ranktape.capture.passes.tracker import dtype_name
 from ranktape.capture.tensors.placement import is_dtensor, scale_placement, shard_of
 from ranktape.capture.torch_private import (
     NO_DISPATCH,

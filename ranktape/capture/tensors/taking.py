@@ -21,8 +21,8 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.summary_kernels import summariser
 from ranktape.capture.guard import failure_text
-from ranktape.capture.passes.passes import dtype_name, in_backward
-from ranktape.capture.torch_private import is_accelerator_error, storage_id, version_of
+from ranktape.capture.passes.tracker import dtype_name
+from ranktape.capture.torch_private import in_backward, is_accelerator_error, storage_id, version_of
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS
 from ranktape.storage.format.statistics import STATISTICS
