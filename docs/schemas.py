@@ -32,7 +32,7 @@ from ranktape.analyze.legacy import export_records
 from ranktape.analyze.table import Kind
 from ranktape.fields import FieldKind
 from ranktape.launch.control import ControlReply
-from ranktape.launch.maintain import Examined
+from ranktape.launch.maintain import MachineFinding
 from ranktape.storage import open_run
 from ranktape.storage.format.live import Trigger
 from ranktape.storage.format.progress import IterationStatus, RunVerdict
@@ -322,7 +322,7 @@ def other_schemas() -> dict[str, Schema]:
             **dict.fromkeys(("attempts", "iterations", "partial", "records", "objects", "nbytes"), COUNT),
             findings=array_of(finding),
         ),
-        "doctor": closed(findings=array_of(dataclass_schema(Examined)), lacking=array_of(TEXT)),
+        "doctor": closed(findings=array_of(dataclass_schema(MachineFinding)), lacking=array_of(TEXT)),
         "trigger": dataclass_schema(ControlReply),
         "runs": closed(url=TEXT, runs=array_of(dataclass_schema(RunSummary))),
         "cp": {

@@ -50,7 +50,7 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
     or its processes were lost), empty or unreadable. The size is that of the values of its complete iterations.
 
     Args:
-        depth (N): Levels of names that are looked through. [default: 4]
+        depth (N): Number of levels of directories that are searched. [default: 4]
     """
     from ranktape.storage.maintenance.runs import MAX_DEPTH, find_runs, suggest_nearest
 
@@ -59,7 +59,7 @@ def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, An
 
 
 @command_of(runs)
-def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> CommandAnswer:
+def runs_command(summaries: Sequence[RunSummary], given: Mapping[str, Any]) -> CommandAnswer:
     """A table of the runs, with notes on those that cannot be read."""
     rows = tuple(
         (
@@ -73,13 +73,13 @@ def runs_command(found: Sequence[RunSummary], given: Mapping[str, Any]) -> Comma
             # UTC, in seconds; empty if it is not known.
             "" if run.created is None else datetime.fromtimestamp(run.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
         )
-        for run in found
+        for run in summaries
     )
-    unreadable = tuple(f"{run.path or '.'}: {run.message}" for run in found if run.state == "unreadable")
-    notes = unreadable if found else ("no run lies here",)
+    unreadable = tuple(f"{run.path or '.'}: {run.message}" for run in summaries if run.state == "unreadable")
+    notes = unreadable if summaries else ("there is no run here",)
     return CommandAnswer(
         text=Table(title=shown(given["url"]), columns=COLUMNS, rows=rows, notes=notes),
-        document={"url": shown(given["url"]), "runs": [dataclasses.asdict(run) for run in found]},
+        document={"url": shown(given["url"]), "runs": [dataclasses.asdict(run) for run in summaries]},
     )
 
 
@@ -93,7 +93,7 @@ def check(
     """Verify that RUN is whole.
 
     Errors are committed data that is lost or wrong; they exit with 3. Notes are everything else: leftovers of lost
-    writers, unfinished iterations, foreign objects. Nothing is changed: 'ranktape repair' does that.
+    writers, unfinished iterations, foreign objects. Nothing is changed; 'ranktape repair' repairs what can be repaired.
 
     Args:
         deep: Read every byte and compare it with its checksums.
@@ -108,16 +108,16 @@ def check(
 def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """One line for each finding, errors first, and a summary of what was checked."""
     partial = f", {count_text(report.num_partial, 'partial iteration')}" if report.num_partial else ""
-    looked = (
+    checked = (
         f"{count_text(report.num_iterations - report.num_partial, 'complete iteration')}{partial}, "
         f"{count_text(report.num_records, 'record')}, "
         f"{count_text(report.num_objects, 'object')}, {nbytes_text(report.nbytes)}"
     )
-    how = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
+    depth = "every byte was read" if report.deep else "sizes and documents were compared, --deep reads every byte"
     errors = count_text(len(report.errors), "error")
-    summary = f"{errors}, {count_text(len(report.notes), 'note')}; {looked} ({how})"
+    summary = f"{errors}, {count_text(len(report.notes), 'note')}; {checked} ({depth})"
     return CommandAnswer(
-        text="\n".join([*(one.text() for one in (*report.errors, *report.notes)), summary]),
+        text="\n".join([*(finding.text() for finding in (*report.errors, *report.notes)), summary]),
         document=report.to_json(),
         problem=f"{errors} in {report.url}" if report.errors else None,
     )
@@ -135,12 +135,12 @@ def repair(
     """Finish or remove what lost processes left in RUN.
 
     Removes leftovers of crashed writers, writes the commits of iterations that all ranks have committed, and restores
-    lost markers. Exits with 3 if errors remain. If a spill directory is left, run 'ranktape push' first: it needs what
+    lost markers. Exits with 3 if errors remain. If there is a spill directory, run 'ranktape push' first: it needs what
     is removed here.
 
     Args:
-        dry_run: Change nothing, and say what would be done.
-        min_age (SECONDS): What was written since may belong to a writer at work, and is left alone.
+        dry_run: Change nothing, and print what would be done.
+        min_age (SECONDS): Leave objects that were written more recently, as their writer may still be running.
     """
     from ranktape.storage.maintenance.repair import repair_run
 
@@ -148,18 +148,18 @@ def repair(
         return repair_run(backend, dry_run=dry_run, min_age_seconds=min_age, on_done=on_done, on_progress=on_progress)
 
 
-def _mend(finding: CheckFinding) -> str:
+def _repair_text(finding: CheckFinding) -> str:
     return f"{finding.mend}: {finding.text()}"
 
 
-@command_of(repair, working="checking", each=_mend)
+@command_of(repair, working="checking", each=_repair_text)
 def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAnswer:
-    """What was repaired, what was left because it is too young, and what cannot be repaired."""
-    word = "to be mended" if report.dry_run else "mended"
-    lines = [f"would {_mend(finding)}" for finding in report.done] if report.dry_run else []
-    lines += [f"left alone, as it is younger than {given['min_age']:g} s: {_mend(one)}" for one in report.young]
-    lines += [f"cannot be mended: {finding.text()}" for finding in report.left]
-    lines.append(f"{len(report.done)} {word}, {len(report.young)} left alone, {len(report.left)} cannot be mended")
+    """What was repaired, what was left because it is too recent, and what cannot be repaired."""
+    done = "to be repaired" if report.dry_run else "repaired"
+    lines = [f"would {_repair_text(finding)}" for finding in report.done] if report.dry_run else []
+    lines += [f"left, as it is newer than {given['min_age']:g} s: {_repair_text(finding)}" for finding in report.young]
+    lines += [f"cannot be repaired: {finding.text()}" for finding in report.left]
+    lines.append(f"{len(report.done)} {done}, {len(report.young)} left, {len(report.left)} cannot be repaired")
     return CommandAnswer(
         text="\n".join(lines),
         document=report.to_json(),
@@ -185,7 +185,7 @@ def prune(
     Args:
         keep_last (N): Remove all but the last N iterations.
         iteration (SPEC): Remove these: a number, a range (0-3, 10:20:2) or several (0,2,5).
-        dry_run: Change nothing, and say what would be removed.
+        dry_run: Change nothing, and print what would be removed.
     """
     from ranktape.storage.maintenance.prune import prune_run
 
@@ -194,45 +194,43 @@ def prune(
 
 
 def _prune_question(plan: PruneReport) -> str | None:
-    what = f"{count_text(len(plan.removed), 'iteration')} ({_named(plan.removed)})"
-    return f"Remove {what} from {plan.url}?" if plan.removed else None
+    count = count_text(len(plan.removed), "iteration")
+    return f"Remove {count}{_listed(plan.removed)} from {plan.url}?" if plan.removed else None
 
 
 @command_of(prune, working="removing", question=_prune_question)
 def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """The iterations that were removed, or would be, and those that are kept."""
-    word = "to be removed" if report.dry_run and report.removed else "removed"
-    removed = f" ({_named(report.removed)})" if report.removed else ""
-    kept = f" ({_named(report.kept)})" if report.kept else ""
-    count = count_text(len(report.removed), "iteration")
+    removed = "to be removed" if report.dry_run and report.removed else "removed"
     return CommandAnswer(
-        text=f"{report.url}: {count} {word}{removed}, {len(report.kept)} kept{kept}",
+        text=f"{report.url}: {count_text(len(report.removed), 'iteration')} {removed}{_listed(report.removed)}, "
+        f"{len(report.kept)} kept{_listed(report.kept)}",
         document=dataclasses.asdict(report),
     )
 
 
-def _named(iterations: tuple[int, ...]) -> str:
+def _listed(iterations: tuple[int, ...]) -> str:
     from ranktape.storage.records.tables import spans
 
-    return spans(iterations)
+    return f" ({spans(iterations)})" if iterations else ""
 
 
 def rm(run: str, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Delete RUN, and nothing else that is in its place.
+    """Delete RUN, and nothing else at its URL.
 
     A damaged run is deleted, too; one that is being recorded is refused. Run the command again to resume.
 
     Args:
-        dry_run: Change nothing, and say what would be deleted.
+        dry_run: Change nothing, and print what would be deleted.
     """
     from ranktape.storage.maintenance.prune import delete_run, expect_run
 
     with open_backend_of(run, storage_options) as backend:
         expect_run(backend)
-        what = _described(backend)
+        description = _described(backend)
         if not dry_run:
             delete_run(backend)
-    return f"{'to be deleted' if dry_run else 'deleted'}: {what}"
+    return f"{'to be deleted' if dry_run else 'deleted'}: {description}"
 
 
 @command_of(rm, question=lambda answer: f"Delete {answer.partition(': ')[2]}?", has_json=False)
@@ -258,7 +256,7 @@ EXTRAS = ("", "dask", "notebook", "tensorboard", "parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class MachineFinding:
     """The result of one check of the machine."""
 
     name: str
@@ -271,12 +269,12 @@ class Examined:
     """How to get what is missing, and what needs it; empty if nothing is missing."""
 
 
-def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> list[Examined]:
-    """Show what this machine has of what ranktape needs, and how to get what is missing.
+def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None = None) -> list[MachineFinding]:
+    """Show which requirements of ranktape this machine meets, and how to install what is missing.
 
     Checks versions of Python and packages, backends of torch.distributed, GPUs, the C++ compiler of torch.compile, the
-    compiled kernels and the memory. At URL, where one is given, a small object is written, read and removed. Exits with
-    3 when something is lacking that a capture or an analysis needs.
+    compiled kernels and the memory. If URL is given, a small object is written, read and removed there. Exits with 3 if
+    something is missing that a capture or an analysis needs.
     """
     import torch
     import torch.distributed as dist
@@ -290,63 +288,52 @@ def doctor(url: str | None = None, *, storage_options: Mapping[str, Any] | None 
     warm_up()  # loads the compiled kernels of a writer, or compiles and caches them
     cache = digest_kernels.fill_statistics.stats.cache_path  # type: ignore[attr-defined]  # numba has no types
     has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
-    of_gpus, build = "for trainings on GPUs: a build of torch", "for trainings on CPUs: a build of torch with gloo"
-    examined = [
-        Examined("ranktape", __version__),
-        Examined("Python", f"{platform.python_version()} ({sys.executable})"),
-        Examined("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
+    for_gpus = "for GPUs: a build of torch"
+    findings = [
+        MachineFinding("ranktape", __version__),
+        MachineFinding("Python", f"{platform.python_version()} ({sys.executable})"),
+        MachineFinding("platform", f"{platform.platform()}, {os.cpu_count()} cores"),
         *_packages(),
-        _needed("gloo", has_gloo and "available", way_out=build, is_needed=not gpus),
-        _needed("nccl", has_nccl and "available", way_out=f"{of_gpus} with NCCL", is_needed=bool(gpus)),
-        _needed("GPUs", gpus, way_out=f"{of_gpus} for CUDA, and its driver", is_needed=False),
-        _needed(
-            "C++ compiler",
-            shutil.which(compiler),
-            absent=f"no {compiler} on the PATH",
-            way_out="for torch.compile: apt-get install g++, or set CXX",
-            is_needed=False,
-        ),
-        _needed(
-            "kernels",
-            cache and f"cached in {cache}",
-            absent="compiled anew by each process",
-            way_out="set NUMBA_CACHE_DIR to a folder that can be written",
-        ),
-        Examined("memory", f"{nbytes_text(available_nbytes())} available"),
+        _finding("gloo", has_gloo and "available", "for CPUs: a build of torch with gloo", is_needed=not gpus),
+        _finding("nccl", has_nccl and "available", f"{for_gpus} with NCCL", is_needed=bool(gpus)),
+        _finding("GPUs", gpus, f"{for_gpus} for CUDA, and its driver"),
+        _finding("C++ compiler", shutil.which(compiler), f"for torch.compile: install {compiler}, or set CXX"),
+        _finding("kernels", cache and f"cached in {cache}", "set NUMBA_CACHE_DIR to a writable folder", is_needed=True),
+        MachineFinding("memory", f"{nbytes_text(available_nbytes())} available"),
     ]
-    return examined if url is None else [*examined, _place(url, storage_options)]
+    return findings if url is None else [*findings, _test_url(url, storage_options)]
 
 
-def _needed(name: str, there: Any, *, way_out: str, absent: str = "not available", is_needed: bool = True) -> Examined:
-    """The result for an item: `there` if it is available, otherwise `absent` with the way to get it."""
-    return Examined(name, there) if there else Examined(name, absent, is_needed, way_out)
+def _finding(
+    name: str, present: Any, way_out: str, *, is_needed: bool = False, absent: str = "not available"
+) -> MachineFinding:
+    """The result for an item: `present` if it is available, otherwise `absent` with the way to get it."""
+    return MachineFinding(name, present) if present else MachineFinding(name, absent, is_needed, way_out)
 
 
-def _packages() -> Iterator[Examined]:
+def _packages() -> Iterator[MachineFinding]:
     """The packages that the metadata of ranktape requires, with the installed versions."""
     from packaging.requirements import Requirement
 
-    known: set[str] = set()
-    needed = [Requirement(text) for text in importlib.metadata.requires("ranktape") or ()]
-    for extra, one in itertools.product(EXTRAS, needed):
-        if one.name in known or not (one.marker is None or one.marker.evaluate({"extra": extra})):
+    seen: set[str] = set()
+    requirements = [Requirement(text) for text in importlib.metadata.requires("ranktape") or ()]
+    for extra, package in itertools.product(EXTRAS, requirements):
+        name, allowed = package.name, package.specifier
+        if name in seen or not (package.marker is None or package.marker.evaluate({"extra": extra})):
             continue
-        known.add(one.name)
+        seen.add(name)
         try:
-            version = importlib.metadata.version(one.name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            way_out = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
-            yield Examined(one.name, "not installed", not extra, way_out)
-            continue
-        is_good, absent = (
-            one.specifier.contains(version, prereleases=True),
-            f"{version}, but {one.specifier} is required",
-        )
-        way_out = f"pip install --upgrade '{one.name}{one.specifier}'"
-        yield _needed(one.name, is_good and version, absent=absent, way_out=way_out, is_needed=not extra)
+            install = f"pip install 'ranktape[{extra}]'" if extra else "pip install ranktape"
+            yield MachineFinding(name, "not installed", not extra, install)
+        else:
+            present = version if allowed.contains(version, prereleases=True) else None
+            upgrade, absent = f"pip install --upgrade '{name}{allowed}'", f"{version}, but {allowed} is required"
+            yield _finding(name, present, upgrade, is_needed=not extra, absent=absent)
 
 
-def _place(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
+def _test_url(url: str, storage_options: Mapping[str, Any] | None) -> MachineFinding:
     """The result for a URL: whether an object can be written, read and removed there."""
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.capture.starting import open_place, try_writing
@@ -355,21 +342,22 @@ def _place(url: str, storage_options: Mapping[str, Any] | None) -> Examined:
         try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
     except RanktapeError as error:
         way_out = "correct what the message names, and try again"
-        return Examined(shown(url), f"cannot be used: {error}", is_lacking=True, way_out=way_out)
-    return Examined(shown(url), "an object can be written, read and removed")
+        return MachineFinding(shown(url), f"cannot be used: {error}", is_lacking=True, way_out=way_out)
+    return MachineFinding(shown(url), "an object can be written, read and removed")
 
 
 @command_of(doctor)
-def doctor_command(found: Sequence[Examined], given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
-    """One line for each item, with the way to get it if it is missing, and the verdict at the end."""
-    lacking = [one.name for one in found if one.is_lacking]
-    width = max(len(one.name) for one in found if "://" not in one.name)
-    lines = [
-        f"{'lacking' if one.is_lacking else 'optional' if one.way_out else 'good':<8}  {one.name:<{width}}  {one.found}"
-        + (f" ({one.way_out})" if one.way_out else "")
-        for one in found
-    ]
-    verdict = "nothing is lacking" if not lacking else f"{count_text(len(lacking), 'thing')} lacking"
-    document = {"findings": [dataclasses.asdict(one) for one in found], "lacking": lacking}
-    problem = f"{', '.join(map(printable, lacking))}: see above how to get it" if lacking else None
-    return CommandAnswer(text="\n".join([*map(printable, lines), verdict]), document=document, problem=problem)
+def doctor_command(findings: Sequence[MachineFinding], given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
+    """One line for each item, with the way to get it if it is missing, and a summary at the end."""
+    missing = [finding.name for finding in findings if finding.is_lacking]
+    width = max(len(finding.name) for finding in findings if "://" not in finding.name)
+    lines = []
+    for finding in findings:
+        state = "missing" if finding.is_lacking else "optional" if finding.way_out else "good"
+        way_out = f" ({finding.way_out})" if finding.way_out else ""
+        lines.append(printable(f"{state:<8}  {finding.name:<{width}}  {finding.found}{way_out}"))
+    return CommandAnswer(
+        text="\n".join([*lines, f"{count_text(len(missing), 'item')} missing" if missing else "nothing is missing"]),
+        document={"findings": list(map(dataclasses.asdict, findings)), "lacking": missing},
+        problem=f"{', '.join(map(printable, missing))}: see above how to get it" if missing else None,
+    )

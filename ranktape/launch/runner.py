@@ -118,7 +118,7 @@ def record_command(
     from ranktape.capture.starting import open_place
 
     options = click.get_current_context().command.params
-    before, script = split_words(words, own=[name for option in options for name in option.opts])
+    before, script = split_words(words, known=[name for option in options for name in option.opts])
     is_module = script[0] == "-m"
     # Mistakes are reported here instead of on each rank.
     Script(name=script[is_module], arguments=(), is_module=is_module).check()

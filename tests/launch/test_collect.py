@@ -90,7 +90,7 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
     assert 5 < float(rows["mxfp4"][column]) < 25
     assert float(rows["mxfp4"][column + 1]) < float(rows["mxfp4"][column])
     page = (folder / "runs" / "report.html").read_text()
-    parts = ("Products in each precision", "<h2>Loss</h2>", "What differs from bf16", 'id="headline"')
+    parts = ("Products in each precision", "<h2>Loss</h2>", "Differences from bf16", 'id="headline"')
     assert sorted(map(page.index, parts)) == [page.index(part) for part in parts]
     assert "2 sources (bf16, mxfp4)" in page
     data = data_of(page)
@@ -111,15 +111,15 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
 
     other = _collect("--quant", "bf16", "--", "train.py", cwd=folder)
     assert other.returncode == 1
-    assert "runs holds the trainings of another command (--nproc-per-node 2 train.py ddp)" in other.stderr
+    assert "runs has runs of another command (--nproc-per-node 2 train.py ddp)" in other.stderr
 
 
 @pytest.mark.parametrize(
     ("losses", "note"),
     [
-        ([(0, 2.5), (10, 2.25)], "loss: at step 10, the last that all have printed"),
+        ([(0, 2.5), (10, 2.25)], "loss: at step 10, the last step for which all trainings printed a loss"),
         ([], "no loss: mxfp8 printed no line such as 'step 10 loss 2.345'"),
-        ([(5, 2.5)], "no loss: there is no step at which all have printed one"),
+        ([(5, 2.5)], "no loss: there is no step for which all trainings printed a loss"),
     ],
 )
 def test_where_no_loss_is_shown_a_note_says_why(losses: list[tuple[int, float]], note: str, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_training_that_is_late_or_fails_is_said_and_the_others_go_on(folder: P
         cwd=folder,
     )
     assert late.returncode == 3, late.stderr
-    assert "mxfp8: after 20 s the training was ended; what was stored is kept" in late.stderr
+    assert "mxfp8: the training was ended after 20 s; what was stored is kept" in late.stderr
     assert len(open_run(folder / "runs" / "mxfp8").iterations) >= 1
     # mxfp8 fails after its first iteration: the last is trained all the same, and what is stored is compared.
     words = ("--min-iterations", "2", "--overwrite", "--", "--nproc-per-node", "1", "train.py", "fail-in-mxfp8")
@@ -216,13 +216,13 @@ def test_a_collection_that_is_told_to_end_ends_its_training(number: int, code: i
     ("words", "message"),
     [
         (("--quant", "bf16,mxpf8"), "recipe 'mxpf8' is not known: did you mean mxfp8?"),
-        pytest.param(("--quant", "bf16,"), "names nothing at one place", marks=exhaustive("as the others")),
-        (("--quant", "mxfp8,mxfp8"), "names mxfp8 twice"),
+        pytest.param(("--quant", "bf16,"), "has an empty name", marks=exhaustive("as the others")),
+        (("--quant", "mxfp8,mxfp8"), "has mxfp8 twice"),
         (("--quant", "bf16", "--timeout", "nan"), "--timeout nan is not allowed: give 1 or more"),
         (("--quant", "bf16", "--", "missing.py"), "no script 'missing.py'"),
         (("--quant", "bf16", "--", "python", "missing.py"), "no script 'missing.py'"),
         (("--quant", "bf16", "--", "python", "-c", "1"), "python -c 1 runs no script"),
-        (("--quant", "bf16", "--", "--nproc", "1"), "torchrun would not take"),
+        (("--quant", "bf16", "--", "--nproc", "1"), "torchrun does not accept"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_trained(
@@ -257,5 +257,5 @@ def test_the_words_of_torchrun_end_at_the_script() -> None:
     assert split_words((*ours, "-m", "package.train", "--lr", "1")) == (ours, ("-m", "package.train", "--lr", "1"))
     assert split_words(("python3", "train.py", "-m")) == (("python",), ("train.py", "-m"))
     assert split_words(("python", "-u", "-X", "dev", "-m", "a.b")) == (("python", "-u", "-X", "dev"), ("-m", "a.b"))
-    with pytest.raises(UsageError, match="--no-python is not for what is recorded"):
+    with pytest.raises(UsageError, match="--no-python cannot be recorded"):
         split_words(("--no-python", "train.sh"))

@@ -48,7 +48,7 @@ def test_a_place_that_cannot_be_written_is_lacking(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     result = doctor(str(tmp_path / "file" / "run"))
     assert result.exit_code == 3
-    assert result.stdout.endswith("1 thing lacking\n")
+    assert result.stdout.endswith("1 item missing\n")
     assert f"Error: {tmp_path / 'file' / 'run'}: see above how to get it" in result.stderr
     found = findings(str(tmp_path / "file" / "run"), code=3)[str(tmp_path / "file" / "run")]
     assert found["found"].startswith("cannot be used: ")
@@ -97,6 +97,6 @@ def test_packages_that_are_missing_or_old_are_told_apart(tmp_path: Path, monkeyp
 def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "nowhere-g++")
     found = findings()["C++ compiler"]
-    assert found["found"] == "no nowhere-g++ on the PATH"
+    assert found["found"] == "not available"
     assert not found["is_lacking"]
-    assert "apt-get install g++" in found["way_out"]
+    assert "install nowhere-g++" in found["way_out"]

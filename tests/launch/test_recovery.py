@@ -98,14 +98,14 @@ def test_a_repair_says_what_it_does_and_does_it_once(run: Path) -> None:
     planned = invoke("repair", run, "--dry-run")
     assert planned.exit_code == 0
     assert planned.stdout.startswith("would restore the marker: error: missing (attempt 0, iteration 10, rank 1)")
-    assert planned.stdout.endswith("1 to be mended, 0 left alone, 0 cannot be mended\n")
+    assert planned.stdout.endswith("1 to be repaired, 0 left, 0 cannot be repaired\n")
     assert not marker.exists()
     done = invoke("repair", run)
     assert done.exit_code == 0
     assert done.stdout.startswith("restore the marker: error: missing")
-    assert done.stdout.endswith("1 mended, 0 left alone, 0 cannot be mended\n")
+    assert done.stdout.endswith("1 repaired, 0 left, 0 cannot be repaired\n")
     assert marker.exists()
-    assert invoke("repair", run).stdout == "0 mended, 0 left alone, 0 cannot be mended\n"
+    assert invoke("repair", run).stdout == "0 repaired, 0 left, 0 cannot be repaired\n"
 
 
 def test_a_repair_leaves_the_young_alone_and_names_what_is_lost(run: Path, tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_a_repair_leaves_the_young_alone_and_names_what_is_lost(run: Path, tmp_p
     result = invoke("repair", run)
     assert result.exit_code == 3
     assert result.stderr == f"Error: 1 error left in {run}\n"
-    assert "cannot be mended: error: missing (attempt 0, iteration 10, rank 1): large," in result.stdout
+    assert "cannot be repaired: error: missing (attempt 0, iteration 10, rank 1): large," in result.stdout
     other = tmp_path / "open"
     backend, attempt, writers = whole_run(str(other), close=False)
     record(backend, attempt, writers, iteration=20, finish=False)
     result = invoke("repair", other)
     assert result.exit_code == 0
-    assert "left alone, as it is younger than 3600 s: write the iteration commit: note: unfinished" in result.stdout
+    assert "left, as it is newer than 3600 s: write the iteration commit: note: unfinished" in result.stdout
     assert open_run(other).iterations == [0, 10]
     document = json.loads(invoke("repair", other, "--min-age", "0", "--json").stdout)
     assert set(document) == {"run", "dry_run", "done", "young", "left"}
@@ -173,7 +173,7 @@ def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     result = invoke("runs", tmp_path)
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\n" + result.stdout.split("\n", 1)[1])
-    assert result.stdout.endswith("no run lies here\n")
+    assert result.stdout.endswith("there is no run here\n")
 
 
 @pytest.mark.parametrize(
