@@ -300,6 +300,27 @@ def test_scores_beside_their_mask_are_masked_and_others_overflow(tmp_path: Path)
     assert {key for key, severity in found.items() if severity == "high"} == {(0, "other"), (1, "other")}
 
 
+@pytest.mark.parametrize(
+    ("name", "shares", "severity"),
+    [
+        ("scores", (16, 16), "none"),
+        ("scores", (16,), "high"),
+        ("scores", (16, 15), "high"),
+        ("scores", (1, 1), "high"),
+        ("hidden", (16, 16), "high"),
+    ],
+)
+def test_scores_without_their_mask_are_masked_if_a_large_share_is_alike_in_several_layers(
+    tmp_path: Path, name: str, shares: tuple[int, ...], severity: str
+) -> None:
+    tensors = []
+    for layer, share in enumerate(shares):
+        scores = normal(4, 64, seed=layer)
+        scores[:, :share] = -np.inf
+        tensors.append(describe_tensor(scores, layer_idx=layer, tensor_name=name))
+    assert overflow(store(tmp_path, tensors).select()).column("severity") == [severity] * len(shares)
+
+
 @pytest.mark.parametrize("name", ["output", "hidden_states", "attn_output"])
 @exhaustive_but("attn_output", reason="one name is in make test")
 def test_a_channel_that_is_infinite_in_every_record_is_no_mask(tmp_path: Path, name: str) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings import apart
+from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.survey import Survey, binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 from ranktape.analyze.legacy.open import open_source
@@ -76,6 +77,21 @@ def test_a_layer(run: Run) -> None:
     found = rows(run, "layer_differs")
     assert [(row["kind"], row["layer_idx"]) for row in found] == [("layer_differs", 4)]
     assert found[0]["binades"] == pytest.approx(np.log2(100), abs=1)
+
+
+@pytest.mark.parametrize("factor", [2.0**10, 2.0**-10])
+def test_the_records_of_a_layer_are_in_order_of_their_distance(factor: float, tmp_path: Path) -> None:
+    ranks = (0.9, 1.3, 0.7, 1.1)
+    tensors = [
+        describe_tensor(np.full((4, 4), 1e-9 * (factor * size if layer == 3 else 1)), layer_idx=layer, rank=rank)
+        for layer in range(6)
+        for rank, size in enumerate(ranks)
+    ]
+    records = store(tmp_path / "run", tensors).select()
+    (found,) = [one for one in find(records, engine=Engine(use_cache=False)) if one.kind == "layer_differs"]
+    assert set(records.column("layer_idx")[list(found.places)]) == {3}
+    farthest_first = sorted(range(len(ranks)), key=lambda rank: ranks[rank], reverse=factor > 1)
+    assert records.column("rank")[list(found.places)].tolist() == farthest_first
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

@@ -117,6 +117,10 @@ def test_a_nan_on_one_rank_stores_the_iterations_around_it_on_all(tmp_path: Path
     first = run.triggers()[0]
     assert (first.kind, first.rank, first.iteration) == (TriggerKind.NAN, FAULTY_RANK, FAULTY_ITERATION)
     assert (first.where["module"], first.where["tensor_name"], first.value) == ("0", "input", 1.0)
+    [index] = find(run.select())[0].places
+    record = list(run.select())[index]
+    where = (record.iteration, record.rank, record.module, record.tensor_name, record.operation)
+    assert where == (FAULTY_ITERATION, FAULTY_RANK, "0", "input", "forward")
 
 
 @exhaustive("make test kills ranks and writers one by one")

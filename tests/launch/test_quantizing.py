@@ -20,7 +20,7 @@ from examples.export_plan import torchao_text, transformer_engine_text
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.recipes.plan_file import parse_plan
 from ranktape.errors import UsageError
-from ranktape.launch.quantizing_attention import replace_names
+from ranktape.launch.quantizing_attention import replace_in_model, replace_names
 from ranktape.storage import open_run
 from tests.exhaustive import exhaustive, exhaustive_but
 from tests.launch.processes import CHECKOUT, Ended, errors, python, torchrun
@@ -332,6 +332,38 @@ def test_a_module_of_the_users_is_searched_whatever_it_is_called(
         replace_names(marker, HELD[0])
     assert vars(module)["attend"] is HELD[0]
     assert vars(F)["scaled_dot_product_attention"] is HELD[0]
+
+
+def attending(attend: Any) -> nn.Module:
+    """A model that has a function in each way in which a model can have one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = attend
+
+        def of_default(self, number: int, function: Any = attend) -> Any:
+            return number, function
+
+        def of_keyword(self, *, function: Any = attend) -> Any:
+            return function
+
+        def of_closure(self) -> Any:
+            return attend
+
+    return nn.Sequential(Model())
+
+
+def test_a_function_is_replaced_wherever_a_model_has_it() -> None:
+    def marker() -> None:
+        """Takes the function's place."""
+
+    root = attending(HELD[0])
+    model: Any = root[0]
+    for old, new in (HELD[0], marker), (marker, HELD[0]):
+        replace_in_model(root, old, new)
+        assert [model.attend, model.of_keyword(), model.of_closure()] == [new] * 3
+        assert model.of_default(1) == (1, new)
 
 
 SCRIPT = CHECKOUT / "examples" / "export_plan.py"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from ranktape.errors import StorageError, UsageError
+from ranktape.errors import (
+    AccessDeniedError,
+    NoBucketError,
+    NoSpaceError,
+    StorageError,
+    UnreachableError,
+    UsageError,
+)
+from ranktape.storage.places.failures import Redactor, store_error
 from ranktape.storage.places.urls import open_backend
 from tests.exhaustive import exhaustive
 from tests.s3 import S3Server
@@ -68,6 +78,50 @@ def test_a_key_that_no_header_can_hold_is_an_error_of_the_store(monkeypatch: pyt
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     with pytest.raises(StorageError, match="cannot read s3://bucket/run/a"):
         open_backend("s3://bucket/run", storage_options=HERE, timeout_seconds=0.3).get("a")
+
+
+FULL, BUSY, BUCKET = "free space or raise the quota", "try again later", "create the bucket"
+KEYS, REFUSED, CERTIFICATES = "check key and secret", "give credentials", "check the endpoint and the certificates"
+ANSWER, SILENT, OTHER = "check the URL, the endpoint and the", "that the server answers", "lies in the way"
+
+
+def test_an_error_of_a_client_has_the_class_and_the_advice_of_its_cause() -> None:
+    """By the class, the HTTP status, the code of an answer, or errno; the first rule that holds."""
+    cases: list[tuple[str, int | None, str, type[StorageError], str]] = [
+        ("ClientError", 403, "QuotaExceeded", NoSpaceError, FULL),
+        ("ClientError", 507, "", NoSpaceError, FULL),
+        ("ClientError", 404, "NoSuchBucket", NoBucketError, BUCKET),
+        ("ClientError", 400, "RequestTimeout", UnreachableError, f"answered 400.*{BUSY}"),
+        ("ClientError", None, "SlowDown", UnreachableError, f"answered so.*{BUSY}"),
+        ("ClientError", 500, "", UnreachableError, f"answered 500.*{BUSY}"),
+        ("ClientError", 429, "", UnreachableError, f"answered 429.*{BUSY}"),
+        ("ClientError", 400, "ExpiredToken", AccessDeniedError, KEYS),
+        ("ClientError", 401, "", AccessDeniedError, KEYS),
+        ("ClientError", 400, "", StorageError, ANSWER),
+        ("ClientError", 501, "", StorageError, ANSWER),
+        ("ClientError", None, "InvalidRequest", StorageError, ANSWER),
+        ("ClientError", 399, "", UnreachableError, SILENT),
+        ("ClientError", None, "", UnreachableError, SILENT),
+        ("HttpProcessingError", 400, "", StorageError, OTHER),
+        ("NoCredentialsError", None, "", AccessDeniedError, REFUSED),
+        ("SSLError", None, "", StorageError, CERTIFICATES),
+        ("ValueError", None, "", StorageError, OTHER),
+    ]
+    errors: list[tuple[Exception, type[StorageError], str]] = [
+        (OSError(errno.ENOSPC, ""), NoSpaceError, FULL),
+        (OSError(errno.EROFS, ""), AccessDeniedError, REFUSED),
+        (OSError(errno.EHOSTDOWN, ""), UnreachableError, SILENT),
+    ]
+    for name, status, code, kind, advice in cases:
+        answer: dict[str, Any] = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        errors.append((type(name, (Exception,), {"response": answer} if code else {"status": status})(), kind, advice))
+    for error, kind, advice in errors:
+        outer = RuntimeError("outer")
+        outer.__cause__ = error
+        for one in (error, outer):
+            found = store_error(one, verb="read", place="s3://bucket/a", redact=Redactor("s3://bucket", {}))
+            assert type(found) is kind, error
+            assert re.fullmatch(rf"cannot read s3://bucket/a: .*{advice}.*", str(found)), vars(error)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a\nb", "s3://bucket/a\0b", "s3://bucket/\ud800", "memory://a\x1b"])
