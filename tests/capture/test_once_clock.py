@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture
-from ranktape.capture.passes.clock import Clock
+from ranktape.capture.passes.clock import Clock, ForwardClock
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.storage import IterationState, open_run
 
@@ -62,6 +62,20 @@ def model() -> nn.Module:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_model_that_is_traced_or_recomputed_starts_no_forward_pass(model: nn.Module) -> None:
+    started: list[nn.Module] = []
+    clock = ForwardClock(lambda module, _: started.append(module), on_late=lambda module, _: started.append(module))
+    clock.watch(model)
+    batch = torch.ones(2, 4, requires_grad=True)
+    torch.jit.trace(model, batch, check_trace=False)  # whose check would be a pass
+    assert (started, clock.is_running) == ([], False)
+    recomputed = checkpoint(model, batch, use_reentrant=False)
+    assert started == [model]
+    recomputed.sum().backward()
+    assert (started, clock.is_running) == ([model], False)
 
 
 def test_a_scaler_that_is_switched_off_changes_nothing(model: nn.Module) -> None:

@@ -349,9 +349,11 @@ def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
 
     thread = threading.Thread(target=relieve)
     thread.start()
-    bench.put(0, {f"m{index}": array for index in range(600)})
-    is_over.set()
-    thread.join()
+    try:
+        bench.put(0, {f"m{index}": array for index in range(600)})
+    finally:
+        is_over.set()
+        thread.join()
     bench.close()
     assert len(bench.records(0)) == 600
     # How many there are depends on who is faster; an object for each tensor would be 600.
