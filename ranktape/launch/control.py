@@ -178,23 +178,15 @@ def _myself() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _listed(iterations: list[int]) -> str:
-    spans: list[list[int]] = []
-    for iteration in iterations:
-        if spans and spans[-1][1] == iteration - 1:
-            spans[-1][1] = iteration
-        else:
-            spans.append([iteration, iteration])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"iteration{'s' * (len(iterations) != 1)} {', '.join(texts)}"
-
-
 @command_of(trigger)
 def trigger_command(reply: ControlReply, given: Mapping[str, Any]) -> CommandAnswer:  # noqa: ARG001 - its signature
     """The iterations that are recorded or stored, and the number of ranks."""
+    from ranktape.storage.records.tables import spans
+
     what = "storing what is held around" if reply.is_held else "recording"
     ranks = "1 rank" if reply.num_ranks == 1 else f"all {reply.num_ranks} ranks"
-    text = f"{what} {_listed(reply.iterations)} on {ranks}"
+    named = f"iteration{'s' * (len(reply.iterations) != 1)} {spans(reply.iterations)}"
+    text = f"{what} {named} on {ranks}"
     if not reply.is_answered:
         text = "asked: the training answers within some seconds, if it runs"
     return CommandAnswer(text=text, document=dataclasses.asdict(reply))

@@ -125,6 +125,8 @@ def push(
 @command_of(push)
 def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> CommandAnswer:
     """The pushed iterations of each rank, and those that remain."""
+    from ranktape.storage.records.tables import spans
+
     directory = given["directory"]
     lines: list[str] = []
     spills = []
@@ -138,24 +140,20 @@ def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> Command
             lines.append(f"{head}: not pushed: {error}")
             continue
         num_staying += bool(report.problems or report.unfinished)
-        named = _listed(report.iterations) or "none"
+        named = spans(report.iterations)
         lines.append(f"{head}: iterations {named} pushed ({report.num_objects} objects, {nbytes_text(report.nbytes)})")
         others = {
             "complete with all ranks": report.finished,
             "never committed": report.uncommitted,
             "still being recorded": report.unfinished,
         }
-        lines += [f"  {what}: iterations {_listed(iterations)}" for what, iterations in others.items() if iterations]
+        lines += [f"  {what}: iterations {spans(iterations)}" for what, iterations in others.items() if iterations]
         lines += [f"  stays: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
     return CommandAnswer(
         text="\n".join(lines or [f"nothing waits in {directory}"]),
         document={"directory": str(directory), "spills": spills},
         problem=f"something of {num_staying} of {len(results)} ranks stays in {directory}" if num_staying else None,
     )
-
-
-def _listed(iterations: Sequence[int]) -> str:
-    return ", ".join(map(str, iterations))
 
 
 def export(

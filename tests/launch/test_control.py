@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -145,6 +146,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         said["together"] = together
         said["select"] = trigger(one.url, select=["operation=forward tensor_name=input keep=statistics"])
         said["command"] = command("trigger", one.url, "--select", "layer_idx=1 phase=pre", "--json")
+        said["text"] = command("trigger", one.url, "--iterations", "2")
         said["refused"] = [
             command("trigger", one.url, "--select", "layer_type=hidden"),
             command("trigger", one.url, "--select", "where='loss > 3'"),
@@ -190,6 +192,10 @@ class TestAnswers:
         assert reply.keys() == {"run", "request", "is_answered", "iterations", "num_ranks", "is_held"}
         records = open_run(asked["url"]).select(iteration=reply["iterations"][0])
         assert {(one.phase, one.layer_idx) for one in records} == {("pre", 1)}
+        first = reply["iterations"][-1] + 1
+        named = re.fullmatch(r"recording iterations (\d+), (\d+) on all 2 ranks\n", asked["text"].stdout)
+        assert named is not None, asked["text"].stdout
+        assert first <= int(named[1]) == int(named[2]) - 1
 
     def test_mistakes_are_refused_before_anything_is_asked(self, asked: dict[str, Any]) -> None:
         kinds, where, number = asked["refused"]
