@@ -17,6 +17,7 @@ from ranktape.storage.maintenance.copy import copy_run
 from ranktape.storage.maintenance.finding import FindingKind, Mend
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.maintenance.runs import RunState, find_runs
+from ranktape.storage.places.local import LocalBackend
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.records.run import open_run
 from tests.exhaustive import exhaustive
@@ -109,6 +110,28 @@ def test_objects_of_terabytes_are_findings_and_take_no_memory(short_path: Path, 
             with pytest.raises(ObjectTooLargeError, match="is larger than"):
                 copy_run(backend, open_backend(tmp_path / "copy"))
         (short_path / key).write_bytes(data)
+
+
+class Scarce(LocalBackend):
+    """A directory on a machine that has no memory for one object."""
+
+    key = ""
+
+    def get(self, key: str, *, max_nbytes: int | None = None) -> bytes | None:
+        if key == self.key:
+            raise ObjectTooLargeError(f"{key} takes 9 bytes of memory, 8 are left here")
+        return super().get(key, max_nbytes=max_nbytes)
+
+
+def test_what_a_machine_has_no_memory_for_is_unchecked_and_no_error(short_path: Path) -> None:
+    backend = Scarce(str(short_path))
+    groups = ("iterations", "catalogue", "large*", "stack*")
+    keys = {key for group in groups for key in keys_of(short_path, f"**/{group}/**/c.*")}
+    assert len(keys) == 7
+    for backend.key in sorted(keys):
+        (note,) = check_run(backend, deep=True).findings
+        assert (note.kind, note.is_error, note.key, note.mend) == (FindingKind.UNCHECKED, False, backend.key, None)
+        assert note.message == f"{backend.key} takes 9 bytes of memory, 8 are left here"
 
 
 def test_a_shape_that_no_object_can_have_takes_no_memory(short_path: Path) -> None:

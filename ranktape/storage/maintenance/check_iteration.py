@@ -6,6 +6,7 @@ checksum of the catalogue, the catalogue names every array, and both must agree 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -334,7 +335,7 @@ class _RankCheck:
             if view.has_object(found, **fields) and view.deep and not wrong:
                 names = [(columns["site"][row], columns["checksum"][row]) for row in rows]
                 with view.memory.taken(2 * (view.nbytes(stored.key) or 0)):
-                    _read_values(view, found, stored, names)
+                    found.read(functools.partial(_read_values, view, found, stored, names), key=stored.key)
         return found.items, {key, stored.key}
 
 
