@@ -53,21 +53,22 @@ def trigger(
 ) -> ControlReply:
     """Make a running training record its next iterations, on all ranks.
 
-    It records what the capture selects, whatever --every says, or what `select` chooses among what the capture attaches
-    to. These iterations do not count for the guaranteed minimum. A flight recorder stores the iterations that it holds.
+    It records what the capture selects, regardless of --every, or what `select` selects among the layers that the
+    capture attaches to. These iterations do not count for the guaranteed minimum. A flight recorder stores the
+    iterations that it holds.
 
     Args:
-        iterations (N): How many are recorded.
+        iterations (N): Number of iterations to record.
         select (RULE): Fields and what is kept, as in a capture; repeatable.
         keep (KEEP): What is kept of each tensor: values, histogram or statistics.
         timeout_seconds (SECONDS): Longest wait for the answer.
-        no_wait: Leave the request there, and do not wait for the answer.
+        no_wait: Write the request, and do not wait for the answer.
 
     Raises:
         UsageError: a value is not allowed.
         RunNotFoundError: there is no run.
-        CaptureError: the training has ended, refuses, or did not answer in time.
-        StorageError: the store cannot be read, or not be written.
+        CaptureError: the training has ended, refuses the request, or did not answer in time.
+        StorageError: the store cannot be read or written.
     """
     from ranktape.capture.settings.options import CaptureOptions
     from ranktape.storage.format.attempt import read_attempts, read_run, run_attributes
@@ -83,26 +84,23 @@ def trigger(
     if sum(map(len, rules)) > MAX_SELECTION:
         raise UsageError(f"the selection has more than {MAX_SELECTION} characters: choose with fewer")
     CaptureOptions().for_request(settings)
-    request = Request(num_iterations=iterations, settings=settings, by=_myself())
-    place = os.fspath(run)
-    with open_backend_of(place, storage_options) as opened:
-        backend: Backend = opened
+    request = Request(num_iterations=iterations, settings=settings, by=_user_at_host())
+    url = os.fspath(run)
+    with open_backend_of(url, storage_options) as backend:
         run_attributes(read_run(backend), place=backend.url)
         attempts = read_attempts(backend)
         if not attempts:
-            raise CaptureError(f"no training records into {shown(place)} yet: no attempt has begun")
+            raise CaptureError(f"no training records into {shown(url)} yet: no attempt has begun")
         attempt = attempts[-1]
         if _has_ended(backend, attempt):
-            raise CaptureError(
-                f"the training that recorded into {shown(place)} has ended: nothing more can be asked of it"
-            )
+            raise CaptureError(f"the training that recorded into {shown(url)} has ended: it accepts no requests")
         _check_layer_types(backend, attempt, request.settings)
         name = write_request(backend, attempt=attempt, request=request)
         answer = None if no_wait else _wait(backend, attempt, name, seconds=timeout_seconds)
     if answer is not None and answer.refusal:
-        raise CaptureError(f"the training refuses: {answer.refusal}")
+        raise CaptureError(f"the training refuses the request: {answer.refusal}")
     return ControlReply(
-        run=shown(place),
+        run=shown(url),
         request=name,
         is_answered=answer is not None,
         iterations=[] if answer is None else list(answer.iterations),
@@ -128,16 +126,16 @@ def _wait(backend: Backend, attempt: Attempt, name: str, *, seconds: float) -> A
         if answer is not None:
             return answer
         if has_ended:
-            raise CaptureError("the training ended before it answered: nothing was done")
-        left = deadline - time.monotonic()
-        if left <= 0:
+            raise CaptureError("the training ended before it answered: nothing was recorded")
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             if not is_attempt_there(backend, attempt):
                 raise CaptureError(lost_message(backend))
             raise CaptureError(
-                f"the training did not answer within {seconds:g} s: its rank 0 may be lost, or not reach the store; "
-                f"the request stays, and is carried out if it comes back"
+                f"the training did not answer within {seconds:g} s: its rank 0 may be lost, or may not reach the "
+                f"store; the request remains, and is carried out if rank 0 continues"
             )
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(_MAX_PAUSE_SECONDS, 1.5 * pause)
 
 
@@ -161,16 +159,17 @@ def _check_layer_types(backend: Backend, attempt: Attempt, settings: Mapping[str
     if "select" not in settings:
         return
     options = (read_attributes(backend, attempt.path) or {}).get("options", {})
-    given = converted(options, dict[str, Any], place=f"{backend.url}/{attempt.path}, options")
-    chosen = {name: given[name] for name in ("layers", "select") if given.get(name)}
-    attached = CaptureOptions(**chosen).wanted_layer_types
-    asked = CaptureOptions().for_request({"select": settings["select"]})
-    for one in asked.wanted_layer_types:
-        if not (fits(attached, one) or any(fits((one,), kind) for kind in attached)):
-            raise UsageError(f"the capture attaches to {', '.join(attached)} only: {one!r:.60} cannot be asked for")
+    recorded = converted(options, dict[str, Any], place=f"{backend.url}/{attempt.path}, options")
+    selection = {name: recorded[name] for name in ("layers", "select") if recorded.get(name)}
+    attached = CaptureOptions(**selection).wanted_layer_types
+    for layer_type in CaptureOptions().for_request({"select": settings["select"]}).wanted_layer_types:
+        if not (fits(attached, layer_type) or any(fits((layer_type,), name) for name in attached)):
+            raise UsageError(
+                f"the capture attaches to {', '.join(attached)} only: {layer_type!r:.60} cannot be requested"
+            )
 
 
-def _myself() -> str:
+def _user_at_host() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user has no name, as in some containers
@@ -183,10 +182,10 @@ def trigger_command(reply: ControlReply, given: Mapping[str, Any]) -> CommandAns
     """The iterations that are recorded or stored, and the number of ranks."""
     from ranktape.storage.records.tables import spans
 
-    what = "storing what is held around" if reply.is_held else "recording"
+    action = "storing the held iterations around" if reply.is_held else "recording"
     ranks = "1 rank" if reply.num_ranks == 1 else f"all {reply.num_ranks} ranks"
-    named = f"iteration{'s' * (len(reply.iterations) != 1)} {spans(reply.iterations)}"
-    text = f"{what} {named} on {ranks}"
+    plural = "s" * (len(reply.iterations) != 1)
+    text = f"{action} iteration{plural} {spans(reply.iterations)} on {ranks}"
     if not reply.is_answered:
-        text = "asked: the training answers within some seconds, if it runs"
+        text = "requested: a running training answers within a few seconds"
     return CommandAnswer(text=text, document=dataclasses.asdict(reply))

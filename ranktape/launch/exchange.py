@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ranktape.storage.maintenance.copy import CopyReport, PushReport, SelectionReport, Spill
 
 Pushed = tuple["Spill", "PushReport | None", "str | None"]
-"""What a rank has spilled, and the report of its push, or why it could not be pushed."""
+"""The spilled iterations of a rank, and the report of its push or the error that prevented it."""
 
 
 def cp(
@@ -45,40 +45,44 @@ def cp(
 ) -> CopyReport | SelectionReport:
     """Copy RUN to URL: a directory or an object store.
 
-    Every object is read back and compared. Run the command again to resume; a copy is a run only when it is whole. A
+    Every object is read back and compared. Run the command again to resume; a copy is a run only when it is complete. A
     run that is being recorded is copied as far as it is committed; copying it again adds the rest.
 
-    With filters, the matching records become a run of their own: its iterations are complete when those records are
-    there, and say how many others were left out. Such a copy cannot be resumed.
+    With filters, the matching records become a separate run: its iterations are complete when those records are there,
+    and give the number of records that were left out. Such a copy cannot be resumed.
 
     Args:
-        no_verify: Trust the sizes of values instead of reading them back.
+        no_verify: Compare the sizes of values instead of reading them back.
         target_storage_options: The same for URL; those of RUN by default.
     """
     from ranktape.storage.maintenance.copy import copy_records, copy_run
     from ranktape.storage.maintenance.runs import suggest_nearest
     from ranktape.storage.records.run import Run
 
-    chosen = {field: tuple(texts) for field, texts in (filters or {}).items()}
+    selected = {field: tuple(texts) for field, texts in (filters or {}).items()}
     with suggest_nearest(run, storage_options=storage_options):
         source = open_backend(run, storage_options=storage_options)
-        others = storage_options if target_storage_options is None else target_storage_options
-        target = open_backend(url, storage_options=others)
-        if not chosen and not where:
+        target_options = storage_options if target_storage_options is None else target_storage_options
+        target = open_backend(url, storage_options=target_options)
+        if not selected and not where:
             return copy_run(source, target, verify=not no_verify, on_progress=on_progress)
-        selection = Selection(run=run, filters=chosen, where=where, storage_options=storage_options)
+        selection = Selection(run=run, filters=selected, where=where, storage_options=storage_options)
         opened = selection.source()
         if not isinstance(opened, Run):
-            raise UsageError(f"{run} is a folder of files and no run: use 'ranktape import'")
-        said = [f"--{field.replace('_', '-')} {text}" for field, texts in chosen.items() for text in texts]
-        said += [f"--where {where!r}"] if where else []
-        records = selection.chosen(opened)
+            raise UsageError(f"{run} is a folder of files, not a run: use 'ranktape import'")
+        options = [f"--{field.replace('_', '-')} {text}" for field, texts in selected.items() for text in texts]
+        options += [f"--where {where!r}"] if where else []
         return copy_records(
-            source, target, run=opened, records=records, filters=" ".join(said), on_progress=on_progress
+            source,
+            target,
+            run=opened,
+            records=selection.chosen(opened),
+            filters=" ".join(options),
+            on_progress=on_progress,
         )
 
 
-@command_of(cp, working="copying")
+@command_of(cp, progress="copying")
 def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -> CommandAnswer:
     """The number and size of the copied objects or records."""
     from ranktape.storage.maintenance.copy import CopyReport
@@ -86,32 +90,32 @@ def cp_command(report: CopyReport | SelectionReport, given: Mapping[str, Any]) -
     if isinstance(report, CopyReport):
         text = f"{report.num_copied} objects ({nbytes_text(report.nbytes_copied)}) copied"
         if report.num_present:
-            text += f"; {report.num_present} ({nbytes_text(report.nbytes_present)}) were there"
+            text += f"; {report.num_present} ({nbytes_text(report.nbytes_present)}) were already there"
         if report.left_out:
-            text += f"; {len(report.left_out)} that are no part of what is committed were left out"
+            text += f"; {len(report.left_out)} that are not committed were left out"
     else:
         text = f"{count_text(report.num_records, 'record')} ({nbytes_text(report.nbytes)}) of "
         text += f"{count_text(len(report.iterations), 'iteration')} copied; {report.num_left_out} others left out"
-    places = {"run": shown(given["run"]), "url": shown(given["url"])}
-    return CommandAnswer(text=f"{places['url']}: {text}", document={**places, **dataclasses.asdict(report)})
+    urls = {"run": shown(given["run"]), "url": shown(given["url"])}
+    return CommandAnswer(text=f"{urls['url']}: {text}", document={**urls, **dataclasses.asdict(report)})
 
 
 def push(
     directory: Path, *, to: str | None = None, keep: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> list[Pushed]:
-    """Copy the iterations that wait in DIR, the --spill-dir of a capture, to their run.
+    """Copy the iterations in DIR, the --spill-dir of a capture, to their run.
 
     Everything that a commit names is read back and compared before the commit is made; what was copied is deleted from
-    DIR. Run the command again to resume. Exits with 3 if something had to stay.
+    DIR. Run the command again to resume. Exits with 3 if something remains in DIR.
 
     Args:
-        to (URL): The run, where it is not the one that DIR names.
-        keep: Leave everything in DIR, too.
+        to (URL): The run, if it is not the one that DIR names.
+        keep: Do not delete anything from DIR.
     """
     from ranktape.storage.maintenance.copy import find_spills, push_spill
 
     if not directory.is_dir():
-        raise UsageError(f"{directory} is no directory: give the --spill-dir of a capture")
+        raise UsageError(f"{directory} is not a directory: give the --spill-dir of a capture")
     results: list[Pushed] = []
     for spill in find_spills(directory):
         try:
@@ -130,29 +134,31 @@ def push_command(results: Sequence[Pushed], given: Mapping[str, Any]) -> Command
     directory = given["directory"]
     lines: list[str] = []
     spills = []
-    num_staying = 0
+    num_remaining = 0
     for spill, report, error in results:
-        head = f"rank {spill.rank} of {spill.url}, {spill.attempt}"
-        about = {"url": spill.url, "attempt": spill.attempt, "rank": spill.rank, "error": error}
-        spills.append({**about, "pushed": None if report is None else dataclasses.asdict(report)})
+        label = f"rank {spill.rank} of {spill.url}, {spill.attempt}"
+        fields = {"url": spill.url, "attempt": spill.attempt, "rank": spill.rank, "error": error}
+        spills.append({**fields, "pushed": None if report is None else dataclasses.asdict(report)})
         if report is None:
-            num_staying += 1
-            lines.append(f"{head}: not pushed: {error}")
+            num_remaining += 1
+            lines.append(f"{label}: not pushed: {error}")
             continue
-        num_staying += bool(report.problems or report.unfinished)
-        named = spans(report.iterations)
-        lines.append(f"{head}: iterations {named} pushed ({report.num_objects} objects, {nbytes_text(report.nbytes)})")
+        num_remaining += bool(report.problems or report.unfinished)
+        pushed = spans(report.iterations)
+        size = f"{report.num_objects} objects, {nbytes_text(report.nbytes)}"
+        lines.append(f"{label}: iterations {pushed} pushed ({size})")
         others = {
-            "complete with all ranks": report.finished,
+            "complete on all ranks": report.finished,
             "never committed": report.uncommitted,
             "still being recorded": report.unfinished,
         }
-        lines += [f"  {what}: iterations {spans(iterations)}" for what, iterations in others.items() if iterations]
-        lines += [f"  stays: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
+        lines += [f"  {state}: iterations {spans(iterations)}" for state, iterations in others.items() if iterations]
+        lines += [f"  remains: iteration {iteration}: {reason}" for iteration, reason in report.problems.items()]
+    problem = f"iterations of {num_remaining} of {len(results)} ranks remain in {directory}"
     return CommandAnswer(
-        text="\n".join(lines or [f"nothing waits in {directory}"]),
+        text="\n".join(lines or [f"there is nothing to push in {directory}"]),
         document={"directory": str(directory), "spills": spills},
-        problem=f"something of {num_staying} of {len(results)} ranks stays in {directory}" if num_staying else None,
+        problem=problem if num_remaining else None,
     )
 
 
@@ -172,36 +178,36 @@ def export(
     engine: Engine | None = None,
     on_progress: OnProgress | None = None,
 ) -> ExportReport | Exported:
-    """Give what RUN holds to other programs.
+    """Write RUN for other programs.
 
-    As .pt files: the tensors, under the names of the legacy tools, and `ranktape import` makes the same run of them. To
-    tensorboard: metrics and histograms of each place of the model (or of each group of --by) over the iterations, all
-    ranks together, and plots as pictures; histograms are counted from all values; 'wandb sync' uploads them to W&B. As
+    pt: the tensors as files, under the names of the legacy tools; `ranktape import` makes the same run of them.
+    tensorboard: metrics and histograms of each site of the model (or of each group of --by) over the iterations, all
+    ranks together, and plots as images; histograms are counted from all values; 'wandb sync' uploads them to W&B.
     parquet: the catalogue, one row for each record, which DuckDB, pandas and polars open. Filters are those of the
-    analyze commands. Files that are there and hold the same are left as they are.
+    analyze commands. Existing files with the same contents are not written again.
 
     Args:
         target (DIR): The folder.
-        to: Which program.
-        metric (NAME): Which metrics: absmax, std, p99.9, overflow.ratio; repeatable. Of tensorboard absmax, rms, std
-            and parts beyond limits by default; of parquet none, as values are read for them.
-        kind (NAME): Plots that go along as pictures, as of 'ranktape analyze plot', or none; repeatable. overflow and
+        to: The format.
+        metric (NAME): The metrics: absmax, std, p99.9, overflow.ratio; repeatable. With tensorboard, absmax, rms, std
+            and the shares beyond limits by default; with parquet none, because the values have to be read.
+        kind (NAME): The kinds of 'ranktape analyze plot' that are added as images, or none; repeatable. overflow and
             layer_binades by default.
-        no_histograms: Metrics and pictures alone.
-        form: Of .pt files: one tagged file for each tensor (the default), or embedding_output.pt, layer_N_output.pt and
+        no_histograms: Write only metrics and images.
+        form: With pt: one tagged file for each tensor (the default), or embedding_output.pt, layer_N_output.pt and
             their statistics.
-        per_sample: Of .pt files: one for each sample, where a tensor has samples.
-        overwrite: Replace files that hold something else.
+        per_sample: With pt: one file for each sample, if a tensor has samples.
+        overwrite: Replace files with other contents.
     """
     from ranktape.analyze.views.export import export_view, refuse_strangers
 
     if not target:
         raise UsageError("an empty name is not allowed: give a folder")
-    viewed: dict[str, Any] = {"metric": tuple(metric), "kind": tuple(kind), "no_histograms": no_histograms}
-    viewed |= {"overwrite": overwrite, "view": view, "by": tuple(by)}
-    refuse_strangers(to, form=form, per_sample=per_sample, **viewed)
+    keywords: dict[str, Any] = {"metric": tuple(metric), "kind": tuple(kind), "no_histograms": no_histograms}
+    keywords |= {"overwrite": overwrite, "view": view, "by": tuple(by)}
+    refuse_strangers(to, form=form, per_sample=per_sample, **keywords)
     if to != "pt":
-        return export_view(records, target, to=to, engine=engine, **viewed)
+        return export_view(records, target, to=to, engine=engine, **keywords)
     from ranktape.analyze.legacy.export import ExportForm, export_records
 
     return export_records(
@@ -214,16 +220,16 @@ def export(
     )
 
 
-@command_of(export, working=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
+@command_of(export, progress=lambda given: "exporting" if given["to"] == "pt" else "", has_json=False)
 def export_command(report: ExportReport | Exported, given: Mapping[str, Any]) -> CommandAnswer:
     """The number of written files."""
     from ranktape.analyze.views.export import Exported
 
     if isinstance(report, Exported):
         return CommandAnswer(text=report.message())
-    kept = f"; {report.num_kept} were there already" if report.num_kept else ""
-    values = nbytes_text(report.nbytes)
-    return CommandAnswer(text=f"{report.num_written} files written to {given['target']}, {values} of values{kept}")
+    unchanged = f"; {report.num_kept} were already there" if report.num_kept else ""
+    size = nbytes_text(report.nbytes)
+    return CommandAnswer(text=f"{report.num_written} files written to {given['target']}, {size} of values{unchanged}")
 
 
 def import_files(
@@ -237,11 +243,11 @@ def import_files(
 ) -> ImportReport:
     """Store the .pt files of DIR as the run RUN.
 
-    DIR holds files under the names of the legacy tools, or outputs of layers; nothing in them is executed. Run the
+    DIR contains files with the names of the legacy tools, or outputs of layers; nothing in them is executed. Run the
     command again to resume.
 
     Args:
-        skip_unreadable: Name and leave out files that cannot be read or are not known.
+        skip_unreadable: Leave out files that cannot be read or whose names are not known, and list them.
         overwrite: Delete the run that is at RUN.
     """
     from ranktape.analyze.legacy.into_run import import_folder
@@ -258,7 +264,7 @@ def import_files(
     )
 
 
-@command_of(import_files, working="importing", has_json=False)
+@command_of(import_files, progress="importing", has_json=False)
 def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAnswer:
     """The number of stored tensors; the files that were left out are printed on stderr."""
     for name, reason in list(report.left_out.items())[:MAX_NAMED_FILES]:
@@ -266,5 +272,5 @@ def import_command(report: ImportReport, given: Mapping[str, Any]) -> CommandAns
     if len(report.left_out) > MAX_NAMED_FILES:
         say(f"left out: {len(report.left_out)} files in all", err=True)
     stored = f"{report.num_records} tensors stored in {given['run']}, {nbytes_text(report.nbytes)}"
-    already = "everything was stored before" if not report.num_records else stored
-    return CommandAnswer(text=f"{already}; {report.verdict.message()}")
+    text = stored if report.num_records else "everything was already stored"
+    return CommandAnswer(text=f"{text}; {report.verdict.message()}")

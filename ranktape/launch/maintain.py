@@ -104,7 +104,7 @@ def check(
         return check_run(backend, deep=deep, on_progress=on_progress)
 
 
-@command_of(check, working="checking")
+@command_of(check, progress="checking")
 def check_command(report: CheckReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """One line for each finding, errors first, and a summary of what was checked."""
     partial = f", {count_text(report.num_partial, 'partial iteration')}" if report.num_partial else ""
@@ -152,7 +152,7 @@ def _repair_text(finding: CheckFinding) -> str:
     return f"{finding.mend}: {finding.text()}"
 
 
-@command_of(repair, working="checking", each=_repair_text)
+@command_of(repair, progress="checking", each=_repair_text)
 def repair_command(report: RepairReport, given: Mapping[str, Any]) -> CommandAnswer:
     """What was repaired, what was left because it is too recent, and what cannot be repaired."""
     done = "to be repaired" if report.dry_run else "repaired"
@@ -198,7 +198,7 @@ def _prune_question(plan: PruneReport) -> str | None:
     return f"Remove {count}{_listed(plan.removed)} from {plan.url}?" if plan.removed else None
 
 
-@command_of(prune, working="removing", question=_prune_question)
+@command_of(prune, progress="removing", question=_prune_question)
 def prune_command(report: PruneReport, _given: Mapping[str, Any]) -> CommandAnswer:
     """The iterations that were removed, or would be, and those that are kept."""
     removed = "to be removed" if report.dry_run and report.removed else "removed"

@@ -1,4 +1,4 @@
-"""What commands share: the store of a run, texts for messages, and commands made from the signatures of functions."""
+"""Shared by commands: the store of a run, texts for messages, and commands made from the signatures of functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_options(text: str | None) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def open_backend_of(run: str, options: Mapping[str, Any] | None) -> Iterator[RetryingBackend]:
-    """The store of a run; if there is no run, the error suggests similar places."""
+    """The store of a run; if there is no run, the error suggests similar URLs."""
     from ranktape.storage.maintenance.runs import suggest_nearest
 
     with suggest_nearest(run, storage_options=options):
@@ -42,9 +42,9 @@ def shown(url: str) -> str:
     return without_credentials(url) if "://" in url else url
 
 
-def count_text(number: int, what: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """A count with its noun, such as `1 error` or `2 errors`."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 MAX_NAMED = 4
@@ -53,13 +53,13 @@ MAX_NAMED = 4
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     """A text for each reason with its items, given pairs of a reason and an item. Only the first items are named."""
-    found: dict[str, dict[str, None]] = {}
-    for reason, what in pairs:
-        found.setdefault(reason, {})[what] = None
-    rests = {reason: len(names) - MAX_NAMED for reason, names in found.items()}
+    items_by_reason: dict[str, dict[str, None]] = {}
+    for reason, item in pairs:
+        items_by_reason.setdefault(reason, {})[item] = None
     return {
-        reason: "; ".join(list(names)[:MAX_NAMED]) + (f"; and {rests[reason]} more" if rests[reason] > 0 else "")
-        for reason, names in found.items()
+        reason: "; ".join(list(items)[:MAX_NAMED])
+        + (f"; and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else "")
+        for reason, items in items_by_reason.items()
     }
 
 
@@ -67,13 +67,13 @@ def confirm(question: str | None, *, is_yes: bool) -> None:
     """Ask before something is removed, if there is a question; `is_yes` is whether `--yes` was given.
 
     Raises:
-        UsageError: there is no terminal to ask at.
+        UsageError: there is no terminal.
         click.Abort: the answer is no.
     """
     if is_yes or not question:
         return
     if not sys.stdin.isatty():
-        raise UsageError("nothing is removed without being asked, and there is no terminal to ask at: add --yes")
+        raise UsageError("removing needs a confirmation, and there is no terminal: add --yes")
     click.confirm(printable(question), abort=True, err=True)
 
 
@@ -86,14 +86,14 @@ class CommandAnswer:
     document: Any = None
     """Output with `--json`; None for a command without that option."""
     problem: str | None = None
-    """What was found, so that the command exits with 3; None if nothing was."""
+    """A problem that was found, so that the command exits with 3; None if there is none."""
 
 
 def command_of(
     function: Callable[..., Any],
     *,
-    apart: Collection[str] = (),
-    working: str | Callable[[Mapping[str, Any]], str] = "",
+    for_answer: Collection[str] = (),
+    progress: str | Callable[[Mapping[str, Any]], str] = "",
     question: Callable[[Any], str | None] | None = None,
     each: Callable[[Any], str] | None = None,
     has_json: bool = True,
@@ -104,8 +104,8 @@ def command_of(
 
     Args:
         function: The function, which has the name of the command.
-        apart: Options that are passed to the decorated function instead of `function`.
-        working: The text of the bar, or a function that returns it for the options; no bar if empty.
+        for_answer: Options that are passed to the decorated function instead of `function`.
+        progress: The text of the bar, or a function that returns it for the options; no bar if empty.
         question: Returns the question before something is removed, given the result of a dry run; None for no question.
         each: Returns a line for each item that `function` passes to `on_done`.
         has_json: Whether the command has `--json`.
@@ -114,23 +114,23 @@ def command_of(
 
     def decorate(answer_of: Callable[..., CommandAnswer]) -> click.Command:
         def run(*, as_json: bool = False, yes: bool = False, selection: Selection | None = None, **given: Any) -> None:
-            alone = {name: given.pop(name) for name in apart}
+            answer_options = {name: given.pop(name) for name in for_answer}
             if selection is not None and "records" in names:
                 given["records"] = selection.records()
             elif selection is not None:
                 given |= {name: getattr(selection, name) for name in ("run", "filters", "where", "storage_options")}
             if question is not None and not given["dry_run"]:
                 confirm(question(function(**{**given, "dry_run": True})), is_yes=yes)
-            shown: Callable[[str], Any] = contextlib.nullcontext
-            said = working(given) if callable(working) else working
-            if said:
-                from ranktape.analyze.engine.engine import work_bar as shown
-            with shown(said) as on_progress:
-                calls: dict[str, Any] = {"on_progress": on_progress} if said else {}
+            bar: Callable[[str], Any] = contextlib.nullcontext
+            text = progress(given) if callable(progress) else progress
+            if text:
+                from ranktape.analyze.engine.engine import work_bar as bar
+            with bar(text) as on_progress:
+                callbacks: dict[str, Any] = {"on_progress": on_progress} if text else {}
                 if each is not None and not as_json:
-                    calls["on_done"] = lambda one: say(each(one))
-                found = function(**given, **calls)
-            _write(answer_of(found, given | alone), as_json=as_json)
+                    callbacks["on_done"] = lambda item: say(each(item))
+                result = function(**given, **callbacks)
+            _write(answer_of(result, given | answer_options), as_json=as_json)
 
         more = [*([_JSON] if has_json else []), *([_YES] if question is not None else [])]
         return describe(function.__module__, function.__name__).command(run, more=more)

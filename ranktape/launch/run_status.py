@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,17 +78,22 @@ class RunStatus:
             for missing in ["; ".join(filter(None, [status.lacks(max_named=MAX_NAMED), status.problem]))]
         )
         statuses = self.iterations
-        ways = ((status.compiled, f"{status.iteration}") for status in statuses if status.compiled)
+        compiled = ((status.compiled, f"{status.iteration}") for status in statuses if status.compiled)
         silent = (
-            (why, site) for status in statuses for sites in status.silent_sites.values() for site, why in sites.items()
+            (reason, site)
+            for status in statuses
+            for sites in status.silent_sites.values()
+            for site, reason in sites.items()
         )
-        ranks = [((why, f"rank {rank}") for rank, why in one.items()) for one in (self.troubles, self.disabled)]
+        ranks = [
+            ((reason, f"rank {rank}") for rank, reason in reasons.items()) for reasons in (self.troubles, self.disabled)
+        ]
         notes = (
             *_trigger_notes(self.triggers),
             *((COUNTED,) if any(status.num_expected for status in statuses) else ()),
-            *_notes("compiled code was recorded {reason} (iterations {named})", ways),
-            *_notes("not recorded ({reason}): {named}", silent),
-            *(note for pairs in ranks for note in _notes("{reason} ({named})", pairs)),
+            *_notes("compiled code was recorded {reason} (iterations {items})", compiled),
+            *_notes("not recorded ({reason}): {items}", silent),
+            *(note for pairs in ranks for note in _notes("{reason} ({items})", pairs)),
             verdict_line(self.verdict),
         )
         return Table(title=printable(self.run), columns=COLUMNS, rows=rows, notes=notes)
@@ -120,15 +126,15 @@ def status(
     storage_options: Mapping[str, Any] | None = None,
     on_line: Callable[[str], object] = lambda line: say(line, err=True),
 ) -> RunStatus:
-    """Show how far each iteration of RUN is, and what is missing.
+    """Show the state of each iteration of RUN, and what is missing.
 
     RUN is a URL or a path. An iteration is complete (every rank has it), partial (a rank is missing or was cut off,
-    and what is missing will not come), skipped (a rank could not take it), dropped (it was complete, and removed to
-    keep the run small) or open. Sizes are before compression, which leaves little of kept histograms.
+    and will not be completed), skipped (a rank could not take it), dropped (it was complete, and removed to keep the
+    run small) or open. Sizes are before compression, which is strong for histograms.
 
     Args:
         follow: First write a line on stderr for each change, until the run is closed.
-        interval (SECONDS): With `follow`: from one look to the next.
+        interval (SECONDS): With `follow`: the time between two polls.
         require_minimum: Exit with 3 unless the guaranteed minimum is stored complete.
         on_line: Called with each line of `follow`.
     """
@@ -147,18 +153,18 @@ def status(
         _follow(backend, interval=interval, on_line=on_line)
     attempts = read_attempts(backend)
     verdict, statuses = _judge(backend, attempts)
-    triggers = for_each(lambda attempt: read_triggers(backend, attempt), attempts)
-    found = RunStatus(
+    triggers = itertools.chain(*for_each(lambda attempt: read_triggers(backend, attempt), attempts))
+    result = RunStatus(
         run=shown(run),
         iterations=statuses,
         verdict=verdict,
         disabled=read_disabled(backend, attempts=attempts),
         troubles=read_troubles(backend, attempts=attempts),
-        triggers=sorted((one for found in triggers for one in found), key=lambda one: one.order),
+        triggers=sorted(triggers, key=lambda trigger: trigger.order),
     )
-    if require_minimum and not found.is_met:
-        raise CheckFoundError(verdict_line(found.verdict))
-    return found
+    if require_minimum and not result.is_met:
+        raise CheckFoundError(verdict_line(result.verdict))
+    return result
 
 
 def _judge(
@@ -187,14 +193,14 @@ def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], objec
     closed_at: float | None = None
     while True:
         (verdict, statuses), now = _judge(backend, read_attempts(backend), seen=seen), time.monotonic()
-        for one in statuses:
+        for status in statuses:
             line = (
-                f"iteration {one.iteration}: {one.state.value}, {len(one.committed_ranks)} of "
-                f"{count_text(len(one.expected_ranks), 'rank')}, {count_text(one.num_records, 'record')}, "
-                f"{nbytes_text(one.nbytes)}"
+                f"iteration {status.iteration}: {status.state.value}, {len(status.committed_ranks)} of "
+                f"{count_text(len(status.expected_ranks), 'rank')}, {count_text(status.num_records, 'record')}, "
+                f"{nbytes_text(status.nbytes)}"
             )
-            if known.get((one.attempt, one.iteration)) != line:
-                known[one.attempt, one.iteration] = line
+            if known.get((status.attempt, status.iteration)) != line:
+                known[status.attempt, status.iteration] = line
                 on_line(line)
         closed_at = (closed_at or now) if verdict.final else None
         if closed_at is not None and (verdict.met or now - closed_at >= RESTART_SECONDS):
@@ -202,22 +208,22 @@ def _follow(backend: Backend, *, interval: float, on_line: Callable[[str], objec
         time.sleep(interval)
 
 
-@command_of(status, apart=["require_minimum"])
-def status_command(found: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
+@command_of(status, for_answer=["require_minimum"])
+def status_command(result: RunStatus, given: Mapping[str, Any]) -> CommandAnswer:
     """The table; it is a problem if the minimum is required and not stored."""
-    problem = verdict_line(found.verdict) if given["require_minimum"] and not found.is_met else None
-    return CommandAnswer(text=found.table(), document=found.to_json(), problem=problem)
+    problem = verdict_line(result.verdict) if given["require_minimum"] and not result.is_met else None
+    return CommandAnswer(text=result.table(), document=result.to_json(), problem=problem)
 
 
 def verdict_line(verdict: RunVerdict | None) -> str:
     """The verdict in one line."""
     if verdict is None:
-        return "minimum not known: no attempt of this run has said what it guarantees"
+        return "minimum not known: no attempt of this run has recorded what it guarantees"
     so_far = "" if verdict.final else " (so far: the run is not closed)"
     return printable(verdict.message()) + so_far
 
 
-def holdings_line(backend: Backend, *, url: str) -> str:
+def summary_line(backend: Backend, *, url: str) -> str:
     """A summary of a run and the commands to analyse it, in one line."""
     from ranktape.storage.format.progress import read_verdict
 
@@ -226,10 +232,10 @@ def holdings_line(backend: Backend, *, url: str) -> str:
     complete = {status.iteration: status for status in statuses if status.state.value == "complete"}
     num_ranks = max((len(status.expected_ranks) for status in complete.values()), default=0)
     size = nbytes_text(sum(status.nbytes for status in complete.values()))
-    place = shlex.quote(shown(url))
+    quoted = shlex.quote(shown(url))
     return (
-        f"{printable(shown(url))} holds {count_text(len(complete), 'iteration')} of {count_text(num_ranks, 'rank')}, "
-        f"{size}: ranktape status {place}; ranktape analyze report {place} -o report.html"
+        f"{printable(shown(url))} has {count_text(len(complete), 'iteration')} of {count_text(num_ranks, 'rank')}, "
+        f"{size}: ranktape status {quoted}; ranktape analyze report {quoted} -o report.html"
     )
 
 
@@ -240,9 +246,9 @@ def _tensors_text(status: IterationStatus) -> str:
     return f"{status.num_recorded} of {status.num_expected}"
 
 
-def _notes(words: str, pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+def _notes(template: str, pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """A line for each reason with its items, given pairs of a reason and an item."""
-    return tuple(printable(words.format(reason=reason, named=named)) for reason, named in by_reason(pairs).items())
+    return tuple(printable(template.format(reason=reason, items=items)) for reason, items in by_reason(pairs).items())
 
 
 def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
@@ -250,6 +256,6 @@ def _trigger_notes(triggers: Sequence[Trigger]) -> tuple[str, ...]:
     from ranktape.storage.format.live import merge_repeated
 
     events = merge_repeated(triggers)
-    shown_ones = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in events[:MAX_NAMED]]
-    rest = len(events) - len(shown_ones)
-    return (*shown_ones, *([f"and {rest} more trigger{'s' * (rest > 1)}"] if rest else []))
+    lines = [printable(f"{trigger.kind}: {trigger.message()}") for trigger in events[:MAX_NAMED]]
+    num_more = len(events) - len(lines)
+    return (*lines, *([f"and {num_more} more trigger{'s' * (num_more > 1)}"] if num_more else []))

@@ -247,10 +247,10 @@ def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
         MinimumNotMetError: the minimum is not stored, and torchrun will not restart the training.
     """
     from ranktape.launch.place import shown
-    from ranktape.launch.run_status import holdings_line
+    from ranktape.launch.run_status import summary_line
 
     if verdict.met:
-        say(holdings_line(backend, url=url))
+        say(summary_line(backend, url=url))
     elif verdict.ended:
         say(verdict.message())  # the training was ended on purpose and has not failed
     elif (left := restarts()[1]) == 0:

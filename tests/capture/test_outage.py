@@ -133,7 +133,7 @@ def test_what_spilled_is_named_by_the_verdict_and_pushed(
     assert f"{tmp_path / 'spill'} for 'ranktape push'" in words["verdict"]["missing"][0]
     arguments = [str(tmp_path / "spill"), "--storage-options", json.dumps(s3_server.storage_options)]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
-    assert "complete with all ranks: iterations 1" in result.stdout
+    assert "complete on all ranks: iterations 1" in result.stdout
     assert stored(trainer, s3_server).verdict().met
     for iteration in (0, 1):
         check(trainer, s3_server, iteration)

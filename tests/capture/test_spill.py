@@ -79,9 +79,9 @@ def test_an_iteration_that_spilled_waits_and_is_pushed(bench: Bench, tmp_path: P
     check_arrays(run.select(iteration=1), tensors(1))
     assert not list((tmp_path / "spill").iterdir())
     again = CliRunner().invoke(command, [str(tmp_path / "spill")], catch_exceptions=False)
-    assert (again.exit_code, again.stdout) == (0, f"nothing waits in {tmp_path / 'spill'}\n")
+    assert (again.exit_code, again.stdout) == (0, f"there is nothing to push in {tmp_path / 'spill'}\n")
     mistyped = CliRunner().invoke(command, [str(tmp_path / "spil")])
-    assert "is no directory: give the --spill-dir" in str(mistyped.exception)
+    assert "is not a directory: give the --spill-dir" in str(mistyped.exception)
 
 
 def test_the_store_never_has_a_commit_whose_tensors_are_elsewhere(bench: Bench) -> None:
@@ -230,8 +230,8 @@ def test_what_is_damaged_stays_and_is_named(bench: Bench, tmp_path: Path) -> Non
     assert large.exists()
     assert open_run(bench.url).iterations == [0]
     result = CliRunner().invoke(command, [str(tmp_path / "spill")])
-    assert "stays: iteration 1" in result.stdout
-    assert "something of 1 of 1 ranks stays" in str(result.exception)
+    assert "remains: iteration 1" in result.stdout
+    assert "iterations of 1 of 1 ranks remain" in str(result.exception)
 
 
 def test_an_iteration_that_is_being_recorded_is_left_alone(bench: Bench, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_the_launcher_and_the_variable_record_the_same(tmp_path: Path) -> None:
     assert ended.stdout == plain.stdout == launched.stdout
     *lines, last = own_lines(launched)
     assert [line.replace("/run:", "/launched:") for line in own_lines(ended)] == lines
-    assert last.startswith("ranktape: launched holds 1 iteration of 1 rank, ")
+    assert last.startswith("ranktape: launched has 1 iteration of 1 rank, ")
     assert "ranktape status launched; ranktape analyze report launched -o report.html" in last
     assert open_run(tmp_path / "run").iterations == [1]
     assert contents(tmp_path / "run") == contents(tmp_path / "launched")
@@ -774,7 +774,7 @@ def test_the_launcher_records_ranks_that_the_script_starts(method: str, min_iter
     assert {record.rank for record in run.select()} == {0, 1}
     if min_iterations == 2:
         assert (ended.returncode, errors(ended)) == (0, []), ended.stderr
-        assert "run holds 2 iterations of 2 ranks" in own_lines(ended)[-1]
+        assert "run has 2 iterations of 2 ranks" in own_lines(ended)[-1]
     else:
         assert ended.returncode == 1
         (error,) = errors(ended)

@@ -200,7 +200,7 @@ class TestAnswers:
     def test_mistakes_are_refused_before_anything_is_asked(self, asked: dict[str, Any]) -> None:
         kinds, where, number = asked["refused"]
         assert (kinds.exit_code, where.exit_code, number.exit_code) == (2, 2, 2)
-        assert "the capture attaches to linear, attention only: 'hidden' cannot be asked for" in kinds.stderr
+        assert "the capture attaches to linear, attention only: 'hidden' cannot be requested" in kinds.stderr
         assert "loss" in where.stderr
         assert "--iterations 0 is not allowed: give 1 to 1000" in number.stderr
 
@@ -210,7 +210,7 @@ class TestAnswers:
     def test_a_run_that_has_ended_is_not_asked(self, asked: dict[str, Any]) -> None:
         attempt = read_attempts(open_backend(asked["url"]))[-1]
         before = sorted((Path(asked["url"]) / attempt.path / "control").iterdir())
-        with pytest.raises(CaptureError, match="has ended: nothing more can be asked of it"):
+        with pytest.raises(CaptureError, match="has ended: it accepts no requests"):
             trigger(asked["url"])
         assert sorted((Path(asked["url"]) / attempt.path / "control").iterdir()) == before
 
@@ -363,5 +363,5 @@ def test_a_capture_of_layers_alone_can_be_asked_for_nothing_else(tmp_path: Path)
     backend = open_backend(tmp_path / "run")
     begin_attempt(backend, launch=launch, options=options, environment={}, resume=False, overwrite=False)
     assert trigger(tmp_path / "run", no_wait=True, select="layer_type=hidden").request
-    with pytest.raises(UsageError, match="attaches to embedding, hidden only: 'linear' cannot be asked for"):
+    with pytest.raises(UsageError, match="attaches to embedding, hidden only: 'linear' cannot be requested"):
         trigger(tmp_path / "run", no_wait=True, select="layer_type=linear")

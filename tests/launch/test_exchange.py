@@ -55,10 +55,10 @@ def test_a_run_goes_out_and_comes_back(tmp_path: Path) -> None:
     told = answer("export", run.url, tmp_path / "files", "--layer-type", "linear", "--operation", "forward")
     assert told == f"3 files written to {tmp_path / 'files'}, 1.536 kB of values\n"
     again = answer("export", run.url, tmp_path / "files", "--layer-type", "linear", "--operation", "forward")
-    assert again.endswith("0 B of values; 3 were there already\n")
+    assert again.endswith("0 B of values; 3 were already there\n")
     told = answer("import", tmp_path / "files", tmp_path / "again")
     assert told.startswith(f"3 tensors stored in {tmp_path / 'again'}, 1.536 kB; minimum met: 1 of 1")
-    assert answer("import", tmp_path / "files", tmp_path / "again").startswith("everything was stored before; minimum")
+    assert answer("import", tmp_path / "files", tmp_path / "again").startswith("everything was already stored; minimum")
     assert len(open_run(tmp_path / "again").select()) == 3
 
 

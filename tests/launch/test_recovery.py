@@ -134,12 +134,12 @@ def test_a_copy_says_what_it_copied(run: Path, tmp_path: Path) -> None:
     first = invoke("cp", run, copy)
     assert (first.exit_code, first.stderr) == (0, "")
     assert re.fullmatch(
-        rf"{re.escape(str(copy))}: \d+ objects \([\d.]+ MB\) copied; 1 that are no part of what is committed were left "
+        rf"{re.escape(str(copy))}: \d+ objects \([\d.]+ MB\) copied; 1 that are not committed were left "
         rf"out\n",
         first.stdout,
     )
     second = invoke("cp", run, f"file://{copy}", "--no-verify")
-    assert re.search(r": 0 objects \(0 B\) copied; \d+ \([\d.]+ MB\) were there; 1 that", second.stdout)
+    assert re.search(r": 0 objects \(0 B\) copied; \d+ \([\d.]+ MB\) were already there; 1 that", second.stdout)
     document = json.loads(invoke("cp", run, copy, "--json").stdout)
     assert set(document) == {
         "run", "url", "num_copied", "nbytes_copied", "num_present", "nbytes_present", "left_out",

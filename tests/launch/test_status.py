@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ranktape.launch.cli import cli
-from ranktape.launch.run_status import COUNTED, RunStatus, holdings_line, status, verdict_line
+from ranktape.launch.run_status import COUNTED, RunStatus, status, summary_line, verdict_line
 from ranktape.storage import IterationState, IterationStatus, RunVerdict
 from ranktape.storage.format.progress import ProgressCache, judge, open_iteration, read_verdict, write_verdict
 from ranktape.storage.places.backend import nbytes_text
@@ -131,7 +131,7 @@ def test_what_a_run_holds_is_what_is_complete(tmp_path: Path) -> None:
     backend, attempt, writers = whole_run(tmp_path / "run", iterations=(0,), close=False, restart=1)
     record(backend, attempt, writers[:1], iteration=10, finish=False)
     nbytes = sum(array.nbytes for rank in (0, 1) for array, _ in tensors(0, rank))
-    assert f"run holds 1 iteration of 2 ranks, {nbytes_text(nbytes)}: " in holdings_line(backend, url=backend.url)
+    assert f"run has 1 iteration of 2 ranks, {nbytes_text(nbytes)}: " in summary_line(backend, url=backend.url)
 
 
 def test_a_run_is_followed_until_it_is_closed(tmp_path: Path) -> None:
