@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from ranktape.lazy_names import public_names
 
 if TYPE_CHECKING:
-    from ranktape.capture.hooks.layer_taps import tap_layers as tap_layers
     from ranktape.capture.hooks.states import get_layer_hidden_states as get_layer_hidden_states
+    from ranktape.capture.hooks.states import tap_layers as tap_layers
     from ranktape.capture.roles.known import register_role as register_role
     from ranktape.capture.roles.known import unregister_role as unregister_role
     from ranktape.capture.roles.table import CallOption as CallOption

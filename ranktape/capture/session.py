@@ -281,7 +281,7 @@ class Capture:
         if self._is_over_at_close(reason):
             self._end_last_iteration()
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
-        self._take_off()
+        self._detach()
         if reason is not None:
             self._tell_of_trigger("exception", reason, error)
         self._tell_untold()
@@ -407,7 +407,13 @@ class Capture:
             on_failure=self._disable,
             on_site_failure=self._console.warn_of_site,
         )
-        self._hooks = ModelHooks(self._recorder, is_given=self._model is not None)
+        self._hooks = ModelHooks(
+            self._recorder,
+            is_given=self._model is not None,
+            on_note=self._console.warn_once,
+            on_compiled=self._tell_of_compiled,
+            on_mistake=self._report_mistake,
+        )
         if self._model is not None:
             self._hooks.add_root(self._model)
 
@@ -430,10 +436,7 @@ class Capture:
             on_note=self._console.say,
         )
         self._recorder.explain_endless = self._clock.explain
-        self._hooks.on_note = self._console.warn_once
-        self._hooks.on_compiled = self._tell_of_compiled
-        self._hooks.on_mistake = self._report_mistake
-        self._hooks.tell_of_roots(self._clock.watch)
+        self._hooks.watch_roots(self._clock.watch)
         if self._is_recorder:
             self._process.ring.is_patient = True
             self._signals = Signals(self._process.ring.signal)
@@ -485,7 +488,7 @@ class Capture:
         if self._disabled is None:
             self._begin_iteration()
         if not self.is_recording:
-            self._hooks.put_back()
+            self._hooks.remove_kept()
 
     def _settle(self, iteration: int) -> None:
         """Finish the running iteration and go to another one, without starting it."""
@@ -546,7 +549,7 @@ class Capture:
                     if is_wanted:
                         self._hooks.attach(keeps_weights=self._keeps_weights)
                     else:
-                        self._hooks.await_model()
+                        self._hooks.attach_when_called()
             if not self.is_watching:
                 self._hooks.detach()  # attaching failed, and disabled the capture
         if is_wanted or not self._is_surveyed:
@@ -596,11 +599,13 @@ class Capture:
         self._tell_of_eager()
         self._tell_of_merged(tally.iteration)
         summary = self._recorder.end()
-        summary |= {"compiled": self._hooks.compiled_way(), "step_skipped": tally.step_skipped}
+        summary |= {"compiled": self._hooks.compiled_summary(), "step_skipped": tally.step_skipped}
         coverage = None
         with self._recorder.guarded():
             coverage = self._hooks.find_coverage()
-        self._hooks.rest(stays=self._is_recorder and tally.is_staged and not self._clock.listens_to_forwards)
+        self._hooks.end_iteration(
+            keeps_hooks=self._is_recorder and tally.is_staged and not self._clock.listens_to_forwards
+        )
         if self._disabled is not None or self._is_lost(tally):
             return
         if not self._is_surveyed:
@@ -800,7 +805,7 @@ class Capture:
                 self._end_iteration()
         self._iteration += 1
 
-    def _take_off(self) -> None:
+    def _detach(self) -> None:
         """Detach from the training."""
         self._recorder.tally = None
         self._hooks.detach()

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from ranktape.capture import CallOption, Capture, FunctionRole, ModuleRole, register_role, unregister_role
-from ranktape.capture.hooks.calls import tensor_in
 from ranktape.capture.roles.known import quantising, registered_roles, role_of
+from ranktape.capture.tensors.parts import tensor_in
 from ranktape.errors import UsageError
 from ranktape.storage import open_run
 from tests.capture.models import Multihead

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.capture import Capture
-from ranktape.capture.hooks.weights import CACHED
+from ranktape.capture.hooks.calls import CACHED
 from ranktape.storage import Record, Run, open_run
 from tests.analyze.recomputed import recompute
 from tests.analyze.replay_runs import recorded_sqnr

@@ -342,7 +342,7 @@ class LinearTensors(RecordedTensors):
             return "grad_weight is accumulated over microbatches"
         if num_gradients < num_calls or self.metadata(row, "summed"):
             return "grad_weight is that of several calls together"
-        # In this case the gradient is recorded at the weight itself; see `capture.hooks.weights`.
+        # In this case the gradient is recorded at the weight itself; see `capture.hooks.calls`.
         weight = rows["weight"][0] if "weight" in rows else row
         is_cast = self.column("dtype")[weight] != self.column("compute_dtype")[weight]
         if is_cast and tuple(self.column(name)[weight] for name in TIE) in self._tied:

@@ -21,8 +21,8 @@ from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
 from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch, tags_of
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
+from ranktape.capture.hooks.owners import Owner
 from ranktape.capture.hooks.stacks import module_path
-from ranktape.capture.hooks.weights import Owner
 from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import PRODUCTS, role_of
 from ranktape.capture.roles.table import ModuleRole, Ports, ports_of

@@ -16,12 +16,11 @@ from torch import fx
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ranktape.capture.compiled.function_marks import mark_call, mark_result
-from ranktape.capture.compiled.layer_marks import mark_layer
+from ranktape.capture.compiled.marks import mark_call, mark_layer, mark_result
 from ranktape.capture.compiled.operator import tap_operator
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LAYER_PORTS
-from ranktape.capture.hooks.weights import rows_of
+from ranktape.capture.hooks.owners import rows_of
 from ranktape.capture.roles.table import Argument, FunctionRole, Port, Ports
 from ranktape.capture.tensors.placement import is_dtensor, shard_of
 

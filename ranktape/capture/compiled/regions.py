@@ -22,10 +22,9 @@ from torch._C._dynamo import eval_frame as frames
 from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
-from ranktape.capture.compiled.function_marks import marking
 from ranktape.capture.compiled.graph_calls import GraphCalls
 from ranktape.capture.compiled.graph_taps import GraphPlan, Target, erase_marks, put_taps_around
-from ranktape.capture.compiled.layer_marks import mark_given, mark_output
+from ranktape.capture.compiled.marks import mark_first_input, mark_output, with_marks
 from ranktape.capture.hooks.functions import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
 
@@ -203,7 +202,7 @@ class TappedCallback:
         try:
             functions, modules = self.regions.functions, self.regions.modules()
             hidden = _without_hooks(modules, self.regions.layer_hooks)
-            with functions.originals(), functions.with_givers(marking), hidden:
+            with functions.originals(), functions.with_givers(with_marks), hidden:
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
@@ -322,7 +321,7 @@ def _without_hooks(modules: Iterator[nn.Module], layer_hooks: Mapping[Hook, nn.M
     """Context in which modules have no hooks of the capture, and layers have the hooks that put marks instead."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in {*modules, *layer_hooks.values()}:
-        for hooks, mark in ((module._forward_pre_hooks, mark_given), (module._forward_hooks, mark_output)):  # noqa: SLF001
+        for hooks, mark in ((module._forward_pre_hooks, mark_first_input), (module._forward_hooks, mark_output)):  # noqa: SLF001
             if any(isinstance(hook, Hook) for hook in hooks.values()):
                 taken.append((hooks, dict(hooks)))
                 for key, hook in list(hooks.items()):

@@ -7,6 +7,15 @@
 
 This holds for modules and for functions. Module backward hooks are not used because they fail if an output is changed
 in place, cost more time than the layer, and change bits.
+
+In an iteration, a weight is recorded with its first call, and again with each call that uses another value: the weight
+was written to, or the call gets another tensor, such as the fast weights of `torch.func.functional_call`. If nothing
+updates the weights, for example if each token of a generation is an iteration, a stored weight is not stored again.
+
+Autocast casts a parameter once for all its uses, whose gradients are added in the lower precision. An alias of the
+parameter would be cast again for each use, and the gradients added in float32, which changes bits. Therefore the
+gradient of such a weight is recorded on the weight itself: the sum over one graph, with the last call of the backward
+pass.
 """
 
 from __future__ import annotations
@@ -15,27 +24,31 @@ import dataclasses
 import functools
 import json
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ranktape.capture.hooks.weights import (
-    CACHED,
-    Leaves,
-    Owners,
-    Weights,
-    has_same_values,
-    is_cached_by_autocast,
-)
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.hooks.owners import Owners
 from ranktape.capture.passes.tracker import Arguments, Call, unwind
 from ranktape.capture.roles.table import port_of
-from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags
+from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, TensorRole
+from ranktape.capture.tensors.parts import PLAIN, is_plain, tensor_in, tensors_in
 from ranktape.capture.tensors.placement import Placements, is_megatron, megatron_placement
-from ranktape.capture.torch_private import base_of, in_backward, parameters_of, saved_tensors_hooks, version_of
+from ranktape.capture.torch_private import (
+    base_of,
+    in_backward,
+    parameters_of,
+    saved_tensors_hooks,
+    storage_id,
+    version_of,
+)
 from ranktape.storage.format.record_info import WIDE, Mode
 
 if TYPE_CHECKING:
@@ -69,6 +82,171 @@ def packs_tensors() -> bool:
     """Whether saved-tensor hooks are active, other than torch's own, which return the same values."""
     hooks = saved_tensors_hooks()
     return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
+
+
+def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same object, or the same elements of one storage in any shape."""
+    if tensor is other:
+        return True
+    if type(tensor) not in PLAIN or type(other) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    if (tensor.dtype, tensor.numel(), tensor.storage_offset()) != (other.dtype, other.numel(), other.storage_offset()):
+        return False
+    is_alike = (tensor.shape, tensor.stride()) == (other.shape, other.stride())
+    if not is_alike and not (tensor.is_contiguous() and other.is_contiguous()):
+        return False
+    return storage_id(tensor) == storage_id(other)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A key that identifies the values of a tensor as long as its storage, or the tensor, is alive.
+
+    For a plain tensor, it consists of the storage, the part of it, and the version counter. The storage is not
+    identified by its address, because FSDP frees the memory of a weight and allocates it again. The version counter
+    alone is not sufficient, because `parameter.data = other` does not increase it.
+    """
+    if not is_plain(tensor):
+        return -id(tensor), version_of(tensor)
+    return storage_id(tensor), version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _reference(tensor: torch.Tensor) -> Any:
+    """A weak reference to the storage, whose identity it keeps from reuse, or to a tensor that is not plain."""
+    return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) else weakref.ref(tensor)
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The last recorded weight of a source."""
+
+    identity: tuple[Any, ...]
+    """The key that identifies its values."""
+    reference: Any
+    """A weak reference to the storage or the tensor."""
+    is_stored: bool
+    """Whether later iterations may rely on the record."""
+    is_current: bool = True
+    """Whether the weight was used in this iteration."""
+    is_due: bool = False
+    """Whether to record the weight again even if it has not changed."""
+
+    def is_of(self, tensor: torch.Tensor, identity: tuple[Any, ...]) -> bool:
+        """Whether a tensor with this identity has the recorded values."""
+        is_alive = not isinstance(self.reference, weakref.ref) or self.reference() is tensor
+        return self.identity == identity and is_alive
+
+
+class Weights:
+    """Records each weight and bias of a source unless it is the one that was recorded last.
+
+    If two weights alternate, each is recorded each time, so the last record before a call is always of the weight that
+    the call used.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[Source, str, str], _Recorded] = {}
+
+    def begin(self, *, keeps: bool) -> None:
+        """Start an iteration. `keeps` tells whether it may rely on the records of earlier iterations."""
+        self._last = {key: one for key, one in self._last.items() if keeps or one.is_current}
+        for one in self._last.values():
+            one.is_current = False
+            one.is_due = not (keeps and one.is_stored)
+
+    def record(
+        self,
+        recorder: Recorder,
+        source: Source,
+        role: TensorRole,
+        tensor: torch.Tensor,
+        *,
+        call: Call,
+        placement: str | None,
+        tags: Tags = NO_TAGS,
+    ) -> None:
+        """Record a weight or bias, unless it is the one that was recorded last."""
+        key = source, role.tensor_name, call.mode
+        identity = *_identity(tensor), role.layouts  # another product may take it transposed
+        last = self._last.get(key)
+        if last is not None and not last.is_due and last.is_of(tensor, identity):
+            if not last.is_current:
+                last.is_current = True
+                recorder.expected.excuse(source, role, call)
+            return
+        is_known = recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
+        is_stored = is_known and type(tensor) in PLAIN and not tensor.is_inference()
+        is_reused = last is not None and last.identity[0] == identity[0] > 0
+        reference = last.reference if last is not None and is_reused else _reference(tensor)
+        self._last[key] = _Recorded(identity, reference, is_stored)
+
+
+CACHED = "autocast casts it once for all its uses: one gradient for all of them"
+"""The reason why the gradient of an operand is not recorded."""
+
+
+def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is active and caches its cast of this tensor."""
+    if tensor.dtype != torch.float32 or not (tensor.requires_grad and tensor.is_leaf) or base_of(tensor) is not None:
+        return False
+    kind = tensor.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_on and torch.is_autocast_cache_enabled()
+
+
+SUMMED = Tags(metadata='{"summed": true}')
+"""The tags of the gradient of a weight that is the sum over several calls."""
+
+Take = Callable[[torch.Tensor, Call, Tags], None]
+"""A function that records the gradient of a weight for a call."""
+
+
+class Leaves:
+    """The hooks on weights and biases for one iteration."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._calls: dict[tuple[Source, str], Call] = {}
+        self._handles: dict[Source, dict[str, tuple[Port, Any]]] = {}
+        self._uses: dict[tuple[Source, str], set[Any]] = {}
+        """The calls that contribute to the gradient of each weight, by mode, microbatch and index."""
+
+    def watch(self, source: Source, port: Port, weight: torch.Tensor, *, call: Call, take: Take) -> None:
+        """Call `take` with the gradient of a weight, which is the sum over all calls, and the call to record it for."""
+        handles = self._handles.setdefault(source, {})
+        uses = self._uses.setdefault((source, port.name), set())
+        uses.add(call.key)
+        if port.name in handles:
+            if handles[port.name][0] != port:  # this call uses the weight in another orientation
+                self._recorder.refuse(source, port.grad, CACHED, call=call)
+            return
+
+        def hook(grad: torch.Tensor) -> None:
+            with self._recorder.guarded(source, port.grad):
+                # The hook of a leaf does not know the call. It is that of the output gradient that came just before.
+                call = self._calls.pop((source, port.name), None)
+                if call is not None:
+                    num_uses = sum(key[:2] == call.key[:2] for key in uses)  # of its microbatch
+                    take(grad, call, SUMMED if num_uses > 1 else NO_TAGS)
+                elif self._recorder.tracker.is_in_recorded_pass:
+                    self._recorder.refuse(source, port.grad, "no gradient of the output came before it")
+
+        handles[port.name] = port, weight.register_hook(Hook(hook))
+
+    def on_grad_output(self, source: Source) -> Callable[[Call], None] | None:
+        """A function to call when the output gradient of a call is computed; None if the source has no hooks here."""
+        names = self._handles.get(source)
+        if names is None:
+            return None
+        return lambda call: self._calls.update({(source, name): call for name in names})
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handles in self._handles.values():
+            for _, handle in handles.values():
+                handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+        self._uses.clear()
 
 
 @dataclass(slots=True)
@@ -140,7 +318,7 @@ class Watch:
         *,
         weights: Weights,
         placements: Placements,
-        tell: Callable[[str], None] = lambda _: None,
+        tell: Callable[[str], None],
     ) -> None:
         """Attaches nothing. `placements` finds the placement of shards; `tell` gets notes, which are printed once."""
         self.recorder = recorder
@@ -414,33 +592,6 @@ class Taking:
         )
 
 
-def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
-    """The result if it is a tensor; otherwise an element of it, by default the first tensor; None if there is none.
-
-    Results may be tuples, lists, mappings or dataclasses.
-    """
-    if isinstance(output, torch.Tensor):
-        return output
-    if element is None:
-        found = (tensor_in(one, None) for one in _elements(output))
-        return next((tensor for tensor in found if tensor is not None), None)
-    try:
-        one = getattr(output, element) if isinstance(element, str) and hasattr(output, element) else output[element]
-    except (LookupError, TypeError):
-        return None
-    return one if isinstance(one, torch.Tensor) else None
-
-
-def _elements(output: Any) -> Sequence[Any]:
-    if isinstance(output, Mapping):
-        return list(output.values())
-    if isinstance(output, tuple | list):
-        return output
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [getattr(output, one.name) for one in dataclasses.fields(output)]
-    return ()
-
-
 def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
     """The tensor for the hook on the output's gradient, so that in-place changes of the output do not disable it.
 
@@ -455,12 +606,4 @@ def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
         return output
     if not (base.is_contiguous() and output.is_contiguous()):
         return output
-    return output if any(base is one or base is base_of(one) for one in _tensors_in(given)) else base
-
-
-def _tensors_in(value: Any, *, depth: int = 4) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth:
-        for element in _elements(value):
-            yield from _tensors_in(element, depth=depth - 1)
+    return output if any(base is one or base is base_of(one) for one in tensors_in(given)) else base

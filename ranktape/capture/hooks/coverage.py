@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ranktape.capture.hooks.hook import Hook
+from ranktape.capture.roles.known import role_of
 from ranktape.capture.roles.table import FunctionRole, ModuleRole
 from ranktape.capture.torch_private import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ranktape.capture.hooks.module_hooks import ModuleHooks
     from ranktape.capture.passes.tracker import Frame
     from ranktape.capture.recorder import Recorder
     from ranktape.capture.settings.options import CaptureOptions
@@ -92,6 +96,105 @@ class Coverage:
             where = ": 'ranktape status' lists them" if is_listed else ""
             held = f", which hold {_percent(share)} of the model's weights" if share else ""
             yield f"{len(others)}{' more' if named else ''} parts of the model{held}{where}"
+
+
+class ModuleCalls:
+    """Notes which modules are called in an iteration, to find the coverage at its end."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        frames: Mapping[nn.Module, Frame],
+        hooks: Mapping[nn.Module, ModuleHooks],
+        is_wanted_layer: Callable[[str, str], bool],
+    ) -> None:
+        """Starts without modules.
+
+        Args:
+            recorder: Records the tensors.
+            frames: All modules with hooks. The caller updates it.
+            hooks: The hooks of the modules with a role. The caller updates it.
+            is_wanted_layer: Tells from a layer type and the path of a module whether to record it.
+        """
+        self._expected = recorder.expected
+        self._options = recorder.options
+        self._frames = frames
+        self._hooks = hooks
+        self._is_wanted_layer = is_wanted_layer
+        self._unchecked: list[nn.Module] = []
+        """The modules with a role that have not been checked for a call at the end of a pass."""
+        self._handles: list[Any] = []
+        """The hooks on the weights of modules that had not been called when a pass ended."""
+        self.attention: dict[nn.Module, Frame] = {}
+        """The modules that were called and compute attention according to the names of their classes."""
+        self._last: tuple[Any, Coverage] | None = None
+        """The coverage of the last iteration, with a key of everything that it depends on."""
+
+    def begin(self) -> None:
+        """Start an iteration, in which no module has been called yet."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.attention.clear()
+        self._unchecked = list(self._hooks)
+
+    def add(self, module: nn.Module) -> None:
+        """Add a module with a role."""
+        self._unchecked.append(module)
+
+    def check(self, used: Container[tuple[nn.Module, str]]) -> None:
+        """After a pass, watch the gradients of weights whose modules were not called: such a weight was used elsewhere.
+
+        Shared weights are not watched, nor are those in `used`: modules and names of parameters in recorded products.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        idle = [module for module in unchecked if self._expected.is_idle(self._hooks[module].source)]
+        counts = Counter(id(weight) for module in self._frames if idle for weight in parameters_of(module).values())
+        for module in idle:
+            note = functools.partial(self._expected.used, self._hooks[module].source)
+            for name, weight in parameters_of(module).items():
+                is_own = weight is not None and counts[id(weight)] == 1 and (module, name) not in used
+                if is_own and weight.ndim > 1 and weight.requires_grad:
+                    self._handles.append(weight.register_hook(Hook(lambda _, note=note: note())))
+
+    def find_coverage(self, used: Collection[tuple[nn.Module, str]], *, num_models: int) -> Coverage:
+        """The coverage of all modules with hooks. `used` is as in `check`; `num_models` counts all models so far."""
+
+        def sight_of(frame: Frame, name: str) -> Sight:
+            if (frame.module, name) in used:
+                return Sight.SEEN
+            if frame.module in sights:
+                return sights[frame.module]
+            role = role_of(type(frame.module))
+            is_wanted = (
+                self._options.wants_module(frame.path)
+                if role is None
+                else self._is_wanted_layer(role.layer_type, frame.path)
+            )
+            return Sight.UNSEEN if is_wanted else Sight.LEFT_OUT
+
+        sights = {module: self._sight_of_source(hooks.source) for module, hooks in self._hooks.items()}
+        # A walk through all parameters delays the training, so it is repeated only if hooks see something else.
+        unseen = frozenset((module, sight) for module, sight in sights.items() if sight is not Sight.SEEN)
+        key = num_models, len(self._frames), len(self._hooks), len(used), unseen
+        if self._last is None or self._last[0] != key:
+            ran = self._expected.ran()
+            attention = self._attention({source.module for source in ran})
+            self._last = key, find_coverage(self._frames.values(), sight=sight_of, attending=attention, sources=ran)
+        return self._last[1]
+
+    def _attention(self, paths: Collection[str]) -> Iterator[Frame]:
+        """The attention modules that were called, or that contain one of the paths of the sources that ran."""
+        for module, frame in self._frames.items() if self._options.wants_layer_type("attention") else ():
+            is_wanted = is_attention(module) and self._options.wants_module(frame.path)
+            if is_wanted and (module in self.attention or any(is_within(path, frame.path) for path in paths)):
+                yield frame
+
+    def _sight_of_source(self, source: Source) -> Sight:
+        if not self._expected.is_idle(source):
+            return Sight.SEEN
+        return Sight.USED if self._expected.is_used(source) else Sight.IDLE
 
 
 def find_coverage(

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole, Taking, Watch
+from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole, Taking, Watch, is_cached_by_autocast
 from ranktape.capture.hooks.hook import MODE, Around, as_itself, replace, resolve
 from ranktape.capture.hooks.module_hooks import MultiheadHooks, learn_linear
-from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
+from ranktape.capture.hooks.owners import Owner
 from ranktape.capture.passes.python_stack import innermost_direct_call
 from ranktape.capture.passes.tracker import Arguments, Frame
 from ranktape.capture.roles.known import ADDMM, ATTENTION, LINEAR, PARAMETER_PRODUCTS, function_roles, role_of

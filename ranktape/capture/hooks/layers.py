@@ -10,25 +10,22 @@ recomputation, and that of the first layer's input outside of it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ranktape.capture.hooks.calls import Taking, Watch, tensor_in
+from ranktape.capture.hooks.calls import Taking, Watch
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
 from ranktape.capture.hooks.states import holding, is_asked_for, states_here
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
-from ranktape.capture.settings.rules import Numbers, read_numbers
+from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source
+from ranktape.capture.tensors.parts import first_floating, tensor_in
 from ranktape.capture.torch_private import in_backward, is_traced
-from ranktape.errors import UsageError
 
 LAYER_PORTS = Ports(output=port_of(OUTPUT, {}))
 _VALUE = LAYER_PORTS.output.value
@@ -115,10 +112,8 @@ class LayerHooks:
         if source is None:
             return
         with self._watch.recorder.guarded(source):
-            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            real = next((one for one in tensors if one.is_floating_point()), None)
-            if real is not None:
-                self._take(source, real, given=real)
+            if (tensor := first_floating(args, kwargs)) is not None:
+                self._take(source, tensor, given=tensor)
             return
         states_here().hold(self, None)
 
@@ -134,34 +129,6 @@ class LayerHooks:
         Taking(watch=self._watch, source=source, ports=LAYER_PORTS).output(tensor, call, given=given)
         if not in_backward():
             self.hold(tensor)
-
-
-def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
-    """Check that the model has the requested layers. Skipped for a pipeline stage of a model of unknown depth.
-
-    Raises:
-        UsageError: a requested layer does not exist; the message names the existing ones.
-    """
-    asked = wanted.filter
-    # In one process, the stack has all layers.
-    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    total = None if is_alone else _num_layers(root)
-    layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
-    is_stage = total is None and not is_alone
-    if asked is None or is_stage:
-        return
-    for one in asked.alternatives:
-        alone = Numbers(filter=dataclasses.replace(asked, alternatives=(one,)))
-        if not any(alone.holds(idx) for idx in layers):
-            there = f"layers {min(layers)} to {max(layers)}"
-            raise UsageError(f"--layers {one} is not in the model, which has {there}: choose of these, or 'all'")
-
-
-def _num_layers(root: nn.Module) -> int | None:
-    """Number of layers on all pipeline stages according to the model's configuration; None if it does not tell."""
-    config = getattr(root, "config", None)
-    found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
-    return next((number for number in found if isinstance(number, int) and number > 0), None)
 
 
 def _release_at_next(module: nn.Module) -> None:

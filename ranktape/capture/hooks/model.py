@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ranktape.capture.hooks.attached import Attached
-from ranktape.capture.hooks.calls import Watch
+from ranktape.capture.hooks.calls import Watch, Weights
 from ranktape.capture.hooks.compiled import (
     EagerMode,
     IgnoredWarning,
@@ -23,26 +25,27 @@ from ranktape.capture.hooks.compiled import (
 from ranktape.capture.hooks.coverage import (
     NOTHING_CALLED,
     Coverage,
-    Sight,
+    ModuleCalls,
     explain_silence,
     explain_unmatched,
-    find_coverage,
     is_attention,
-    is_within,
 )
-from ranktape.capture.hooks.functions import FunctionHooks
-from ranktape.capture.hooks.hook import MODE, Replacements, without_global_hooks
-from ranktape.capture.hooks.layers import LayerHooks, check_layers
-from ranktape.capture.hooks.module_hooks import MultiheadHooks
+from ranktape.capture.hooks.functions import Exchanged, FunctionHooks
+from ranktape.capture.hooks.hook import MODE, Hook, Replacements, without_global_hooks
+from ranktape.capture.hooks.layers import LayerHooks
+from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
+from ranktape.capture.hooks.stacks import check_layers, survey
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.python_stack import DirectCall, keyword_arguments, outermost_direct_call
 from ranktape.capture.passes.tracker import Arguments, Frame
 from ranktape.capture.rendezvous import keep_process_groups
 from ranktape.capture.roles.known import registered_roles, role_of
+from ranktape.capture.roles.table import FunctionRole, ModuleRole, ports_of
 from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.settings.setting import is_given
 from ranktape.capture.source import Source
-from ranktape.capture.torch_private import in_backward, is_traced
+from ranktape.capture.tensors.placement import Placements
+from ranktape.capture.torch_private import global_forward_pre_hooks, in_backward, is_traced, parameters_of
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,39 +53,83 @@ if TYPE_CHECKING:
     from ranktape.capture.recorder import Recorder
 
 
-class ModelHooks(Attached):
+class ModelHooks:
     """Everything that is attached to the training while an iteration is captured.
 
     The models are the given ones. If none are given, each outermost module that a training forward enters is a model.
+    Hooks are left on if the next iteration needs the same ones.
     """
 
-    def __init__(self, recorder: Recorder, *, is_given: bool) -> None:
-        """Starts without models. If `is_given`, models will be added, and no others are searched for."""
-        super().__init__(recorder)
-        self._is_given = self._is_direct = is_given
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        is_given: bool,
+        on_note: Callable[[str], None],
+        on_compiled: Callable[[str | None], None],
+        on_mistake: Callable[[UsageError], None],
+    ) -> None:
+        """Starts without models.
+
+        Args:
+            recorder: Records the tensors.
+            is_given: Whether models will be added, and no others are searched for.
+            on_note: Called with notes for the user.
+            on_compiled: Called when compiled code starts, with the reason why it runs eagerly; None if its graphs are
+                recorded.
+            on_mistake: Called with a user's mistake that is detected when a model is found.
+        """
+        self._options = options = recorder.options
+        self._wants_layer_type = options.wants_layer_type
+        self._wants_module = options.wants_module
+        self._recorder = recorder
+        self._is_given = is_given
+        self._on_note = on_note
+        self._on_compiled = on_compiled
+        self._on_mistake = on_mistake
+        self._tracker = recorder.tracker
+        self._survey = functools.partial(survey, layer_offset=options.layer_offset)
+        self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._frames: dict[nn.Module, Frame] = {}
+        self._hooks: dict[nn.Module, ModuleHooks] = {}
+        self._inner_sources: dict[nn.Module, Source] = {}
+        self._calls = ModuleCalls(recorder, frames=self._frames, hooks=self._hooks, is_wanted_layer=self._wants_layer)
+        self._weights = Weights()
+        self.placements = Placements()
+        self._watch = self._new_watch()
+        self._functions: FunctionHooks | None = None
+        self._multihead: MultiheadHooks | None = None
+        self._layers: LayerHooks | None = None
+        self._matched_roles: set[ModuleRole | FunctionRole] = set()
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._is_direct = is_given
+        """Whether the `forward` of a model may be called directly, without its hooks."""
+        self._was_direct = False
+        """Whether any model's `forward` has been called directly."""
+        self._was_called = False
+        """Whether any model has been called with its hooks."""
+        self._exchanged_backwards: list[Exchanged] = []
+        """The replaced functions that run backward passes; empty until a `forward` may be called directly."""
+        self._is_refused = False
+        """Whether a parameter was refused when the hooks were attached."""
+        self._layout: list[Any] = []
+        """The layout of the models after all hooks were attached; empty if the hooks must not stay."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.paths: set[str] = set()
         self._regions: Regions | None = None
         self._eager: EagerMode | None = None
-        self._rests = False
+        self._are_hooks_kept = False
         self._has_stack = False
         self._is_any_called = False
         """Whether a module with parameters was called while models were searched for."""
-        self._coverage: tuple[Any, Coverage] | None = None
-        """The coverage of the last iteration, with a key of everything that it depends on."""
         self._frameworks = Replacements(())
         self._is_rehearsing = False
-        self._on_root: Callable[..., None] | None = None
-        self.on_note: Callable[[str], None] = lambda _: None
-        """Called with notes for the user."""
-        self.on_compiled: Callable[[str | None], None] = lambda _: None
-        """Called when compiled code starts, with the reason why it runs eagerly; None if its graphs are recorded."""
-        self.on_mistake: Callable[[UsageError], None]
-        """Called with a user's mistake that is detected when a model is found. The capture sets it before that."""
+        self._watch_root: Callable[..., None] | None = None
 
-    def tell_of_roots(self, watch: Callable[..., None]) -> None:
+    def watch_roots(self, watch: Callable[..., None]) -> None:
         """Have `watch` called with each present and future model, and for a future one also with `is_running`."""
-        self._on_root = watch
+        self._watch_root = watch
         for root, _ in self._living():
             watch(root)
 
@@ -105,10 +152,10 @@ class ModelHooks(Attached):
         self._roots.append((weakref.ref(root), prefix))
         self.paths |= {prefix + path for path in new}
         self._known.update(root.modules())
-        if self._on_root is not None:
-            self._on_root(root, is_running=is_running)
+        if self._watch_root is not None:
+            self._watch_root(root, is_running=is_running)
 
-    def meet_stage(self, module: nn.Module, stage: int) -> None:
+    def add_stage(self, module: nn.Module, stage: int) -> None:
         """Give a pipeline stage that is about to run names that no other stage has."""
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
@@ -124,7 +171,7 @@ class ModelHooks(Attached):
             self.attach()
         self._attach_known()
         if prefix:
-            self.on_note(
+            self._on_note(
                 "the stages of the pipeline number their layers from 0: the paths of each later stage begin with its "
                 "index, as in 'stage1.' (Capture(layer_offset=...) numbers the layers through)"
             )
@@ -135,12 +182,12 @@ class ModelHooks(Attached):
             return NOTHING_CALLED
         return explain_silence(self._options, self._recorder, paths=self.paths, has_stack=self._has_stack)
 
-    def await_model(self) -> None:
+    def attach_when_called(self) -> None:
         """Attach when the first module runs, unless the training is compiled; then this iteration is not captured."""
-        self.put_back()
-        self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._meet_first)]
+        self.remove_kept()
+        self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._attach_first)]
 
-    def _meet_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _attach_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global pre-hook of the first module. Its result replaces the arguments, despite torch's type."""
         if is_traced() or in_backward():
             return None
@@ -151,9 +198,9 @@ class ModelHooks(Attached):
         with self._recorder.guarded():
             self.attach()
             # Hooks that are attached during a call do not run for it.
-            if module in self._attached:
+            if module in self._frames:
                 return (self.enter_late(module, (args, keyword_arguments(module))) or (None,))[0]
-        return None if self._is_given else self._meet(module, args)
+        return None if self._is_given else self._add_unknown(module, args)
 
     def attach(self, *, keeps_weights: bool = False) -> None:
         """Put hooks on all known models, and on others when they run.
@@ -162,44 +209,43 @@ class ModelHooks(Attached):
         """
         tracker = self._tracker
         self._weights.begin(keeps=keeps_weights)
-        if self._rests and self._may_stay():
-            self._rests = False
+        if self._are_hooks_kept and self._layout and self._layout == self._present_layout():
+            self._are_hooks_kept = False
             self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
             self._renew()
             self._watch_compiler()
             self._await_direct()
             return
-        self._take_off()
-        self._watch = watch = Watch(
-            self._recorder, weights=self._weights, placements=self.placements, tell=self.on_note
-        )
-        self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.meet_stage))
+        self._remove_hooks()
+        self._watch = watch = self._new_watch()
+        self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.add_stage))
         watch.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
         tracker.before_pass, tracker.find_direct = self._refresh, self._find_direct
-        self._multihead = MultiheadHooks(watch) if self._wants("attention") else None
-        self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants("hidden") else None
-        self._functions = FunctionHooks(watch, is_wanted=self._is_wanted_kind, multihead=self._multihead)
+        self._multihead = MultiheadHooks(watch) if self._wants_layer_type("attention") else None
+        self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants_layer_type("hidden") else None
+        self._functions = FunctionHooks(watch, is_wanted=self._wants_layer, multihead=self._multihead)
         watch.handles.append(self._functions)
         self._watch_compiler()
         self._attach_known()
         if not self._is_given:
-            watch.handles.append(register_module_forward_pre_hook(self._meet))
-        self._note_layout()
+            watch.handles.append(register_module_forward_pre_hook(self._add_unknown))
+        may_stay = self._layers is None and not self._stage_prefixes and not self._is_refused
+        self._layout = self._present_layout() if may_stay else []
         self._await_direct()
 
     def _watch_compiler(self) -> None:
         """Handle compiled code in this iteration."""
         assert self._functions is not None, "only called while hooks are attached"
         handles, before = self._watch.handles, self._eager
-        place = len(handles)
+        index = len(handles)
         if before is not None:
-            place = handles.index(before)
-            handles.pop(place).remove()
+            index = handles.index(before)
+            handles.pop(index).remove()
         self._regions = None
         begin = self._begin_regions if why_eager(self._options) is None else None
         self._eager = EagerMode(begin)
-        handles.insert(place, self._eager)
+        handles.insert(index, self._eager)
 
     def _begin_regions(self) -> Any:
         """Record compiled code in its graphs."""
@@ -209,32 +255,32 @@ class ModelHooks(Attached):
         functions = self._functions
         assert functions is not None, "only called while hooks are attached"
         self._regions = Regions(
-            GraphCalls(self._watch, frames=self._attached, is_wanted=self._is_wanted_kind, layers=self._layers),
+            GraphCalls(self._watch, frames=self._frames, is_wanted=self._wants_layer, layers=self._layers),
             targets=functions.in_graphs,
-            modules=lambda: iter(self._attached),
+            modules=lambda: iter(self._frames),
             functions=functions,
-            aside=self._aside,
-            meet=self._meet_in_region,
-            hidden=lambda: hidden_in_graphs(self._modules, self._attached, functions.roles),
-            tell=self.on_note,
-            begins=self.on_compiled,
+            aside=self._without_capture,
+            meet=self._add_in_region,
+            hidden=lambda: hidden_in_graphs(self._hooks, self._frames, functions.roles),
+            tell=self._on_note,
+            begins=self._on_compiled,
         )
         return self._regions
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _without_capture(self) -> Iterator[None]:
         """Context in which compiled code sees neither the global hooks nor the function mode of the capture."""
         with without_global_hooks(self), MODE.suspended():
             yield
 
-    def compiled_way(self) -> str:
+    def compiled_summary(self) -> str:
         """The way in which compiled code was recorded in the iteration; empty if none ran."""
         if self._regions is not None:
             return "; ".join(self._regions.ways)
         why = why_eager(self._options)
         return f"eagerly: {why}" if why is not None and has_compiled() else ""
 
-    def _meet_in_region(self, module: nn.Module) -> None:
+    def _add_in_region(self, module: nn.Module) -> None:
         """Add a model that compiled code is about to run, where no hook would find it."""
         if self._is_given or module in self._known or self._tracker.current() is not None or in_backward():
             return
@@ -249,46 +295,46 @@ class ModelHooks(Attached):
         Returns the arguments to continue with; None if they are unchanged.
         """
         args, kwargs = arguments
-        self._enter(self._attached[module], args, kwargs)
-        return self._modules[module].before(module, args, kwargs) if module in self._modules else None
+        self._enter(self._frames[module], args, kwargs)
+        return self._hooks[module].before(module, args, kwargs) if module in self._hooks else None
 
     def detach(self) -> None:
         """Remove all hooks."""
-        self._take_off()
-        for backward in self._backwards:
+        self._remove_hooks()
+        for backward in self._exchanged_backwards:
             backward.remove()
-        self._backwards.clear()
+        self._exchanged_backwards.clear()
         MODE.reset()  # torch puts the mode back after a backward pass in which the iteration finished
 
-    def rest(self, *, stays: bool) -> None:
-        """Finish an iteration. If `stays`, leave the hooks on for the next one, unless a call is still running."""
-        self._rests = stays and self._tracker.current() is None and not self._watch.running.entries
-        if not self._rests:
-            self._take_off()
+    def end_iteration(self, *, keeps_hooks: bool) -> None:
+        """Finish an iteration. If `keeps_hooks`, keep the hooks for the next one, unless a call is still running."""
+        self._are_hooks_kept = keeps_hooks and self._tracker.current() is None and not self._watch.running.entries
+        if not self._are_hooks_kept:
+            self._remove_hooks()
 
-    def put_back(self) -> None:
+    def remove_kept(self) -> None:
         """Remove the hooks that were left on, because they are not needed in this iteration."""
-        if self._rests:
-            self._take_off()
+        if self._are_hooks_kept:
+            self._remove_hooks()
         MODE.reset()  # another thread may have finished the iteration
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         """Remove all hooks except those on the functions that run backward passes."""
-        self._rests, self._is_refused, self._layout = False, False, []
+        self._are_hooks_kept, self._is_refused, self._layout = False, False, []
         self._watch.remove()
-        self._watch = Watch(self._recorder, weights=self._weights, placements=self.placements)
-        self._modules.clear()
-        self._inside.clear()
-        self._attached.clear()
-        self._watch_idle_again()
+        self._watch = self._new_watch()
+        self._hooks.clear()
+        self._inner_sources.clear()
+        self._frames.clear()
+        self._calls.begin()
         self._functions = self._multihead = self._layers = self._regions = self._eager = None
         self._tracker.before_pass = self._tracker.find_direct = None
 
     def _find_direct(self) -> tuple[Frame, DirectCall] | None:
-        found = outermost_direct_call(self._attached.__contains__)
-        return None if found is None else (self._attached[found.module], found)
+        found = outermost_direct_call(self._frames.__contains__)
+        return None if found is None else (self._frames[found.module], found)
 
-    def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _add_unknown(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global pre-hook: an unknown outermost module is a new model.
 
         If a script calls the `forward` of its model directly, the first module that is entered is inside the model.
@@ -316,7 +362,7 @@ class ModelHooks(Attached):
                 changed = self.enter_late(module, (args, keyword_arguments(module)))
                 return None if changed is None else changed[0]
         if mistake is not None:
-            self.on_mistake(mistake)  # outside the guard, so that the user learns of it at once
+            self._on_mistake(mistake)  # outside the guard, so that the user learns of it at once
         return None
 
     def _check_layers(self, root: nn.Module) -> None:
@@ -334,9 +380,7 @@ class ModelHooks(Attached):
     def _refresh(self) -> bool:
         """Handle newly loaded frameworks and new process groups. Returns whether a pipeline schedule is rehearsing."""
         keep_process_groups()
-        if self._frameworks.refresh():
-            self._is_rehearsing = True
-        self._is_rehearsing = self._is_rehearsing and is_rehearsing()
+        self._is_rehearsing = (self._frameworks.refresh() or self._is_rehearsing) and is_rehearsing()
         return self._is_rehearsing
 
     def _attach_known(self) -> None:
@@ -346,49 +390,195 @@ class ModelHooks(Attached):
     def find_coverage(self) -> Coverage | None:
         """The coverage of the models, or None if it is not of interest. Call it before the hooks are removed."""
         # With a selection, parts are left out on purpose.
-        if not self._attached or not self._wants("linear") or is_given(self._options.select):
+        if not self._frames or not self._wants_layer_type("linear") or is_given(self._options.select):
             return None
-        # A walk through all parameters delays the training, so it is repeated only if hooks see something else.
-        expected = self._recorder.expected
-        sights = {module: self._sight_of(hooks.source) for module, hooks in self._modules.items()}
-        others = frozenset((module, sight) for module, sight in sights.items() if sight is not Sight.SEEN)
-        key = (len(self._roots), len(self._attached), len(self._modules), len(self._watch.owners.met), others)
-        if self._coverage is None or self._coverage[0] != key:
-            ran = expected.ran()
-            self._coverage = (
-                key,
-                find_coverage(
-                    self._attached.values(),
-                    sight=lambda frame, name: self._sight(frame, name, sights.get(frame.module)),
-                    attending=self._attention_that_ran({one.module for one in ran}) if self._wants("attention") else (),
-                    sources=ran,
-                ),
-            )
-        return self._coverage[1]
-
-    def _attention_that_ran(self, paths: Collection[str]) -> Iterator[Frame]:
-        """The attention modules that were called, or that contain a source that ran."""
-        for module, frame in self._attached.items():
-            is_wanted = is_attention(module) and self._is_wanted(frame.path)
-            if is_wanted and (module in self._attending or any(is_within(path, frame.path) for path in paths)):
-                yield frame
-
-    def _sight_of(self, source: Source) -> Sight:
-        expected = self._recorder.expected
-        return Sight.SEEN if not expected.is_idle(source) else Sight.USED if expected.is_used(source) else Sight.IDLE
-
-    def _sight(self, frame: Frame, name: str, of_module: Sight | None) -> Sight:
-        """Whether hooks see a parameter. `of_module` is the result for its module; None if that is not recorded."""
-        if (frame.module, name) in self._watch.owners.met:
-            return Sight.SEEN
-        if of_module is not None:
-            return of_module
-        role = role_of(type(frame.module))
-        is_wanted = self._is_wanted(frame.path) if role is None else self._is_wanted_kind(role.layer_type, frame.path)
-        return Sight.UNSEEN if is_wanted else Sight.LEFT_OUT
+        return self._calls.find_coverage(self._watch.owners.met, num_models=len(self._roots))
 
     def unmatched_roles(self) -> Iterator[str]:
         """The messages about registered roles that matched nothing."""
         kinds = {type(module) for root, _ in self._living() for module in root.modules()}
-        missed = [role for role in registered_roles() if role not in self._matched and self._wants(role.layer_type)]
+        missed = [
+            role
+            for role in registered_roles()
+            if role not in self._matched_roles and self._wants_layer_type(role.layer_type)
+        ]
         return (explain_unmatched(role, kinds) for role in missed)
+
+    def _new_watch(self) -> Watch:
+        return Watch(self._recorder, weights=self._weights, placements=self.placements, tell=self._on_note)
+
+    def _living(self) -> Iterator[tuple[nn.Module, str]]:
+        """The models that are still alive, each with the prefix of the paths of its modules."""
+        yield from ((root, prefix) for reference, prefix in self._roots if (root := reference()) is not None)
+
+    def weights(self) -> Iterator[tuple[Source, nn.Module, str, str]]:
+        """The parameters of recorded modules: the source, the module, the name in the module, the name in records."""
+        for module, hooks in self._hooks.items():
+            yield from ((hooks.source, module, *names) for names in hooks.parameters.items())
+        for module, source in self._inner_sources.items():
+            yield from ((source, module, name, name) for name in ("weight", "bias"))
+
+    def _present_layout(self) -> list[Any]:
+        """Everything that determines the hooks, including the order of other hooks on the modules."""
+        hooks = tuple(global_forward_pre_hooks())
+        layout: list[Any] = [hooks, registered_roles(), dist.is_available() and dist.is_initialized()]
+        for root, prefix in self._living():
+            layout.append(prefix)
+            for name, module in root.named_modules():
+                own = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (torch has no public way)
+                parameters = tuple(map(id, parameters_of(module).values()))
+                layout.append((name, module, type(module), *map(tuple, own), parameters))
+        return layout
+
+    def _renew(self) -> None:
+        """Start an iteration with the hooks that stayed on."""
+        assert self._functions is not None, "only called while hooks are attached"
+        self._watch.renew()
+        self._calls.begin()
+        for root, _ in self._living():
+            if dist.is_available() and dist.is_initialized():
+                self.placements.learn(root)
+        self._functions.begin()
+        for module, hooks in self._hooks.items():
+            with self._recorder.guarded(hooks.source):
+                hooks.begin(module)
+
+    def _attach_to(self, root: nn.Module, prefix: str) -> None:
+        assert self._functions is not None, "only called while hooks are attached"
+        if dist.is_available() and dist.is_initialized():
+            self.placements.learn(root)
+        self._functions.begin()
+        self._matched_roles.update(self._functions.roles)
+        stage = self._stage_prefixes.get(root, "")
+        found = self._survey(root)
+        leave = Hook(self._on_leave, keeps_mode=True)
+        for place in found.places:
+            module = place.module
+            if module in self._frames:
+                continue
+            before = self._stage_prefixes.get(module, "") + prefix
+            layer_stack = (before + place.layer_stack).rstrip(".") if place.layer_idx >= 0 else ""
+            frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
+            self._frames[module] = frame
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks, and its code does not run in Python
+            self._watch.owners.add(frame)
+            enter = Hook(functools.partial(self._on_enter, frame, is_attention(module)), keeps_mode=True)
+            self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
+            with self._recorder.guarded(_source(frame, "module", "unknown")):
+                self._attach_role(frame)
+            if module in self._hooks:
+                self._calls.add(module)
+        if self._layers is not None and found.stacks:
+            self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
+
+    def _attach_role(self, frame: Frame) -> None:
+        """Put hooks on a module if it has a role."""
+        module, role = frame.module, role_of(type(frame.module))
+        if self._multihead is not None and isinstance(module, nn.MultiheadAttention) and self._wants_module(frame.path):
+            self._multihead.attach(module, _source(frame, "attention", "FA"))
+        if role is None:
+            return
+        self._matched_roles.add(role)
+        if not self._wants_layer(role.layer_type, frame.path):
+            return
+        source = _source(frame, role.layer_type, role.component)
+        for attribute, port in ports_of(role).parameters:
+            if is_hidden(module, attribute) and not may_open(module, role):
+                reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
+                self._recorder.refuse(source, port.value, reason)
+                self._is_refused = True
+                if not port.is_optional:
+                    return
+        if is_seen_inside(module, role):
+            self._inner_sources[module] = source
+            return
+        self._hooks[module] = ModuleHooks(module, role, source, self._watch)
+
+    def _on_enter(
+        self,
+        frame: Frame,
+        is_attention: bool,  # noqa: FBT001  (bound to each module)
+        _module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        # If the hook was removed during the call of its module, torch calls it without keyword arguments.
+        if kwargs is None or is_traced():
+            return
+        with self._recorder.guarded():
+            self._enter(frame, args, kwargs)
+            if is_attention and self._tracker.is_active:
+                self._calls.attention[frame.module] = frame
+
+    def _enter(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Follow a call of a module and the functions that are called in it."""
+        tracker = self._tracker
+        tracker.enter(frame, args, kwargs)
+        if tracker.is_outermost and not in_backward():
+            MODE.reset()  # it may be active after an interrupt, or for direct calls
+            self._is_direct = self._was_direct
+        if tracker.is_active:
+            if tracker.is_direct:
+                if self._was_called and not self._is_direct:
+                    self._watch.tell(_LATE)
+                self._is_direct = self._was_direct = True
+                self._await_direct()
+            self._was_called |= not tracker.is_direct
+            MODE.enter(frame.module)
+
+    def _on_leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if is_traced():
+            return
+        MODE.leave(module)
+        with self._recorder.guarded():
+            is_recorded = self._tracker.is_outermost and self._tracker.is_active
+            self._tracker.leave(module, output)
+            if self._tracker.current() is None and not in_backward():
+                if is_recorded:
+                    self._calls.check(self._watch.owners.met)
+                self._await_direct()
+
+    def _await_direct(self) -> None:
+        """Keep the function mode active for forwards that are called directly, until a model is called with its hooks.
+
+        An optimizer that steps in a backward pass may end the iteration. The call of the backward pass itself goes
+        through the mode, and torch puts the mode back afterwards. Therefore the mode is removed before the call.
+        """
+        if self._is_direct and self._functions is not None:
+            MODE.stay()
+            if MODE.is_active and not self._exchanged_backwards:  # not active inside a compiled region
+                self._exchanged_backwards = [
+                    Exchanged(function, self._in_backward) for function in (torch.Tensor.backward, torch.autograd.grad)
+                ]
+
+    def _in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass without the function mode."""
+        before = self._functions
+        try:
+            with MODE.inactive():
+                return backward(*args, **kwargs)
+        finally:
+            if self._functions is not before and not in_backward():
+                self._await_direct()  # an iteration started in the backward pass
+
+    def _wants_layer(self, layer_type: str, path: str) -> bool:
+        if (layer_type, path) not in self._wanted:
+            # With `layers` alone, an embedding is recorded only as the input of the stack.
+            is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
+            self._wanted[layer_type, path] = (
+                is_named and self._wants_layer_type(layer_type) and self._wants_module(path)
+            )
+        return self._wanted[layer_type, path]
+
+
+_LATE = (
+    "the forward of a model is called directly: of its first call, functions before its first module are not recorded, "
+    "and those of later calls are"
+)
+"""The message if the function mode was inactive because the model had been called as a module before."""
+
+
+def _source(frame: Frame, layer_type: str, component: str) -> Source:
+    return Source(frame.path, layer_type, frame.layer_idx, component, frame.layer_stack)

@@ -36,10 +36,11 @@ from ranktape.capture.hooks.calls import (
     Taking,
     Watch,
     before_views,
+    is_cached_by_autocast,
     tags_of,
 )
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.weights import Owner, is_cached_by_autocast
+from ranktape.capture.hooks.owners import Owner
 from ranktape.capture.passes.tracker import Arguments, Call
 from ranktape.capture.roles.known import MULTIHEAD, PRODUCTS, class_of, quantising
 from ranktape.capture.roles.table import ModuleRole, Port, ports_of, resolved

@@ -7,17 +7,21 @@ The number of a layer is its attribute `layer_idx`, or `layer_number` minus 1, b
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ranktape.capture.guard import asked
 from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.roles.known import role_of
+from ranktape.capture.settings.rules import Numbers
 from ranktape.capture.torch_private import parameters_of
+from ranktape.errors import UsageError
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """The names under which wrappers store the wrapped module."""
@@ -227,3 +231,31 @@ def embedding_path(root: nn.Module, stack: Stack) -> str:
             if is_beside and any(_layer_type(part) == "embedding" for part in child.modules()):
                 return module_path(name)
     return module_path(".".join([*parts[:-1], "embedding"]))
+
+
+def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
+    """Check that the model has the requested layers. Skipped for a pipeline stage of a model of unknown depth.
+
+    Raises:
+        UsageError: a requested layer does not exist; the message names the existing ones.
+    """
+    asked = wanted.filter
+    # In one process, the stack has all layers.
+    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    total = None if is_alone else _num_layers(root)
+    layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
+    is_stage = total is None and not is_alone
+    if asked is None or is_stage:
+        return
+    for one in asked.alternatives:
+        alone = Numbers(filter=dataclasses.replace(asked, alternatives=(one,)))
+        if not any(alone.holds(idx) for idx in layers):
+            there = f"layers {min(layers)} to {max(layers)}"
+            raise UsageError(f"--layers {one} is not in the model, which has {there}: choose of these, or 'all'")
+
+
+def _num_layers(root: nn.Module) -> int | None:
+    """Number of layers on all pipeline stages according to the model's configuration; None if it does not tell."""
+    config = getattr(root, "config", None)
+    found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
+    return next((number for number in found if isinstance(number, int) and number > 0), None)

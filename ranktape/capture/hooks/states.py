@@ -1,4 +1,8 @@
-"""The hidden states of the last forward pass of each thread, and the operators that keep them from inside a graph.
+"""The hidden states of the last forward pass of each thread, and taps on layers that keep them without a capture.
+
+A tap is a `forward` in the instance dictionary of the layer. The compiler guards on that attribute before each call of
+compiled code, so it notices taps that are added or removed after the first compilation, unlike hooks. A copy of a model
+has taps of its own. In compiled code, exported programs and traced modules, taps are operators:
 
     ranktape::hold_layer   returns nothing; for graphs of torch.compile and torch.export
     ranktape::pass_layer   returns a copy of the tensor, so that torch.jit.trace does not eliminate it
@@ -8,19 +12,28 @@ A program with one of these operators can only be loaded after this module has b
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType, TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ranktape.capture.console import write_line
 from ranktape.capture.expected import TRANSFORMED
 from ranktape.capture.guard import Guard, failure_text
+from ranktape.capture.hooks.stacks import check_layers, survey, unwrapped
+from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source, TensorRole
-from ranktape.capture.torch_private import in_backward
+from ranktape.capture.tensors.parts import first_floating, tensor_in
+from ranktape.capture.torch_private import in_backward, is_jit_traced, is_traced, is_transformed, tree_map
+from ranktape.errors import UsageError
 
 
 class LayerStates:
@@ -154,3 +167,129 @@ def _define() -> None:
 
 
 _define()
+
+Forward = Callable[..., Any]
+
+
+class _Kind(NamedTuple):
+    """The behaviour of a tap."""
+
+    is_first: bool
+    """Whether the layer is the first one, whose call starts a pass."""
+    has_embedding: bool
+    """Whether to keep the input of the layer."""
+    is_held: bool
+    """Whether to keep the output of the layer."""
+
+
+class LayerTaps:
+    """The taps on a model, until `remove()` or the end of the context."""
+
+    def __init__(self) -> None:
+        self._put: list[tuple[nn.Module, Forward, Forward | None]] = []
+
+    def put(self, module: nn.Module, kind: _Kind) -> None:
+        """Put a tap on a layer."""
+        own = vars(module).get("forward")
+        forward = MethodType((_shared_forward if own is None else _forward)(own, kind), module)
+        module.forward = forward
+        self._put.append((module, forward, own))
+
+    def remove(self) -> None:
+        """Remove the taps. Programs that were exported or traced with taps keep them, and so do copies of the model."""
+        for module, forward, own in reversed(self._put):
+            if vars(module).get("forward") is not forward:
+                continue
+            del module.forward
+            if own is not None:
+                module.forward = own
+        self._put.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def tap_layers(model: nn.Module, *, layers: Any = "all", layer_offset: int = 0) -> LayerTaps:
+    """Keep the outputs of a model's layers in each forward pass for `get_layer_hidden_states()`, without a run.
+
+    This works in eager mode; under `torch.compile`, even if it was compiled before; and in programs of `torch.export`
+    and modules of `torch.jit.trace` that are made while the taps are on. The results of the model are not changed, but
+    under inductor the last bits of bfloat16 and float16 may differ. If a tap fails, one line is written to stderr, and
+    the pass has no list.
+
+    Raises:
+        UsageError: the model has no stack of layers, or not the requested layers.
+    """
+    stacks = survey(model, layer_offset=layer_offset).stacks
+    if not stacks:
+        raise UsageError(f"{type(model).__name__} has no stack of layers: tap a model that holds a list of like layers")
+    wanted = read_numbers("layers", layers)
+    check_layers(wanted, model, stacks[0])
+    taps = LayerTaps()
+    for place, layer in enumerate(stacks[0].layers):
+        is_first = place == 0
+        kind = _Kind(is_first=is_first, has_embedding=is_first and layer.idx == 0, is_held=wanted.holds(layer.idx))
+        if any(kind):
+            taps.put(unwrapped(layer.module), kind)
+    return taps
+
+
+def _forward(own: Forward | None, kind: _Kind) -> Forward:
+    """The replacement of a layer's `forward`, which is `own` or, if that is None, the one of the class."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kind.is_first:
+            tensor = first_floating(args, kwargs) if kind.has_embedding else None
+            args, kwargs = _tap((args, kwargs), tensor, is_first=True)
+        output = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return _tap(output, tensor_in(output, None), is_first=False) if kind.is_held else output
+
+    return forward
+
+
+# One function for all layers of a kind, because the compiler would compile again for another function.
+_shared_forward = functools.cache(_forward)
+
+
+def _tap(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
+    """Keep a copy of a tensor in a value. Returns the value to continue with."""
+    if torch.compiler.is_compiling():
+        _put_operator(tensor, is_first=is_first)
+        return value
+    with reporting:
+        return _tap_now(value, tensor, is_first=is_first)
+    return value
+
+
+def _put_operator(tensor: torch.Tensor | None, *, is_first: bool) -> None:
+    """Put the operator that keeps a tensor into the graph that is being traced."""
+    is_whole = tensor is None or type(tensor) in _WHOLE
+    if is_first or is_whole:
+        torch.ops.ranktape.hold_layer(tensor.detach() if is_whole and tensor is not None else None, is_first)
+    if not is_whole:
+        torch.ops.ranktape.hold_layer(None, False)  # noqa: FBT003  (torch's operators have no keywords)
+
+
+_WHOLE = (torch.Tensor, nn.Parameter, FakeTensor)
+"""The types of tensors that a custom operator accepts in a graph. Other subclasses reject unknown operators."""
+
+
+def _tap_now(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
+    if is_jit_traced() and tensor is not None:
+        passed = torch.ops.ranktape.pass_layer(tensor, is_first)
+        return tree_map(lambda one: passed if one is tensor else one, value)
+    if is_traced():
+        _put_operator(tensor, is_first=is_first)
+        return value
+    is_lost = is_transformed()
+    hold(None if is_lost else tensor, is_first=is_first)
+    if is_lost:
+        lose(TRANSFORMED)
+    elif tensor is None and not is_first:
+        lose("a layer gave no tensor")
+    return value

@@ -1,4 +1,4 @@
-"""Splits a tensor into the plain tensors that are recorded.
+"""Finds the tensors in arguments and results, and splits a tensor into the plain tensors that are recorded.
 
 A plain tensor is one part. A DTensor is this rank's shard, with its placement. The result of an asynchronous collective
 is waited for, as the next operation would do. A quantised operand is its codes and its scales. A wrapper around one
@@ -8,7 +8,8 @@ changing the training, is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,45 @@ def _plain(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Plain
 def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
     with without_torch_function():  # its `__torch_function__` might record or raise
         return tensor.detach().as_subclass(torch.Tensor)
+
+
+def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
+    """The result if it is a tensor; otherwise an element of it, by default the first tensor; None if there is none.
+
+    Results may be tuples, lists, mappings or dataclasses.
+    """
+    if isinstance(output, torch.Tensor):
+        return output
+    if element is None:
+        found = (tensor_in(one, None) for one in _elements(output))
+        return next((tensor for tensor in found if tensor is not None), None)
+    try:
+        one = getattr(output, element) if isinstance(element, str) and hasattr(output, element) else output[element]
+    except (LookupError, TypeError):
+        return None
+    return one if isinstance(one, torch.Tensor) else None
+
+
+def _elements(output: Any) -> Sequence[Any]:
+    if isinstance(output, Mapping):
+        return list(output.values())
+    if isinstance(output, tuple | list):
+        return output
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, one.name) for one in dataclasses.fields(output)]
+    return ()
+
+
+def tensors_in(value: Any, *, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in a value of nested tuples, lists, mappings and dataclasses, at most `depth` levels deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        for element in _elements(value):
+            yield from tensors_in(element, depth=depth - 1)
+
+
+def first_floating(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The first floating-point tensor among the arguments of a call; None if there is none."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
