@@ -20,6 +20,7 @@ from torch import nn
 from ranktape.capture import Capture
 from ranktape.capture.console import Console
 from ranktape.capture.hooks.hook import MODE
+from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.ring_file import SlotKind
 from ranktape.errors import CaptureError, RunExistsError, StorageError, UsageError
 from ranktape.storage import IterationState, open_run
@@ -471,3 +472,44 @@ def test_a_line_stands_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) 
     above, below, *_ = shown(capsys.readouterr().err)
     assert above == "ranktape: capturing"
     assert below.startswith("training: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_message_is_written_once_by_the_rank_that_it_concerns(
+    capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    console = Console(rank=rank, wording=lambda text: text.replace("verdict", "result"))
+    console.say("a verdict\n")
+    console.warn("two\n  lines")
+    for _ in range(2):
+        console.pass_on({"notices": ["full"], "problem": "late"})
+    for number in range(10):
+        console.warn_of_site(f"site {number}")
+    console.warn_of_unmatched([f"name {number}" for number in range(10)])
+    for keep_last in (1, 2):
+        console.warn_of(CaptureOptions(min_iterations=1, max_iterations=2, keep_last=keep_last))
+    for options, planned in ((CaptureOptions(start_at=9), [9]), (CaptureOptions(), []), (CaptureOptions(), [9])):
+        console.tell_of_past(options, past=range(7), planned=planned)
+    for why in (None, "a hook", None, "a hook"):
+        console.tell_of_compiled([3, 4], why_eager=why)
+    console.end_drain()
+    for second in range(12):
+        console.show_drain(2000 if second < 5 else 0, "waiting" if second < 10 else "committing")
+    console.end_drain()
+    past = "warning: iterations 0, 1, 2, 3, 4, ... 6 come before --first-iteration 0 and cannot be captured: {} will be"
+    inside = "is recorded inside of its graphs (3, 4): each is compiled once more for that"
+    eager = "runs eagerly in captured iterations (3, 4), where results may differ in the last bits: a hook"
+    once = [*("full", "late"), *(f"site {number}" for number in range(8))]
+    once += ["further sites are disabled: 'ranktape status' names them", *(f"name {number}" for number in range(8))]
+    expected = [
+        *("a result\\n", "warning: two lines"),
+        *(f"warning: [rank {rank}] {text}" for text in (*once, "2 more names of the selection match nothing")),
+        "warning: --keep-last 2 deletes nothing, as capture ends after 2 iterations: give a larger --max-iterations",
+        *(past.format("9"), past.format("none")),
+        *(f"what the training compiles {inside}", f"another part of what the training compiles {eager}"),
+        *("storing what was captured: 2 kB left", "stored; waiting for the other ranks"),
+        *("committing what was captured", "done storing"),
+    ]
+    if rank:
+        expected = [line for line in expected if "[rank 1]" in line]
+    assert capsys.readouterr().err.splitlines() == [f"ranktape: {line}" for line in expected]
