@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -172,6 +173,17 @@ def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> N
     assert not any("2^-10" in note for note in computed.notes)
     assert any("2^-10" in note for note in seen.notes)
     assert "as they were captured" in seen.title
+
+
+def test_the_defaults_are_those_that_the_help_names(records: Records) -> None:
+    for kind, name in (("linear", "bins"), ("normalised", "bins"), ("log2", "per_binade"), ("qq", "points")):
+        found = re.search(rf"^ +{name} \(N\): .*\[(\d+)\]\.$", str(distribution.__doc__), re.MULTILINE)
+        assert found is not None, name
+        plain, same, other = (
+            distribution(records, kind=kind, **given).rows
+            for given in ({}, {name: int(found[1])}, {name: int(found[1]) + 1})
+        )
+        assert (same == plain, other == plain) == (True, False), name
 
 
 def test_what_is_not_known_is_refused(records: Records) -> None:

@@ -14,6 +14,9 @@ import torch
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Finding, Severity
+from ranktape.analyze.findings.replicas import replica_differs
+from ranktape.analyze.findings.survey import Survey
+from ranktape.analyze.findings.thresholds import MAX_MEASURED_COPIES
 from ranktape.analyze.identity import role_of
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.questions.findings import findings
@@ -159,6 +162,17 @@ def test_placements_say_what_is_a_copy(tmp_path: Path, word: str) -> None:
     assert [(one.kind, one.where["rank"]) for one in findings] == (
         [("replica_differs", 2)] if word == "replicate" else []
     )
+
+
+def test_the_copies_that_differed_first_are_compared_element_by_element(tmp_path: Path) -> None:
+    tensors = [
+        placed(normal(4, 8, seed=rank // 2), rank=rank, word="replicate", layer_idx=layer, counter=layer)
+        for layer in range(MAX_MEASURED_COPIES + 2)
+        for rank in range(3)
+    ]
+    survey = Survey(store(tmp_path, tensors).select(), engine=Engine(use_cache=False))
+    found = [(one.where["layer_idx"], "of 32 elements differ" in one.evidence) for one in replica_differs(survey)]
+    assert found == [(layer, layer < MAX_MEASURED_COPIES) for layer in range(MAX_MEASURED_COPIES + 2)]
 
 
 def test_placements_of_a_stranger_are_not_compared_and_the_answer_says_so(tmp_path: Path) -> None:

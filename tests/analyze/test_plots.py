@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from matplotlib.container import BarContainer
+from matplotlib.lines import AxLine
 
 from ranktape.analyze.engine.target import one_target
 from ranktape.analyze.numerics.formats import FORMATS
@@ -20,7 +21,7 @@ from ranktape.analyze.views.plots.data import LOWEST, PlotData, exponents
 from ranktape.analyze.views.plots.distributions import standardised
 from ranktape.analyze.views.plots.groups import group_by
 from ranktape.analyze.views.plots.heat_maps import Grid, Scale, draw_heat_maps, rank_deviations, size_of
-from ranktape.analyze.views.plots.style import Page, families, plain
+from ranktape.analyze.views.plots.style import Page, families, plain, wrapped
 from ranktape.analyze.views.plots.table import FOLDERS, PLOTS
 from ranktape.errors import NoRecordsError
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
@@ -38,7 +39,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ranktape.analyze import overflow
 from ranktape.analyze.legacy.plots import draw_panels
-from ranktape.analyze.views.plots.axes import scale_shares
+from ranktape.analyze.views.plots.axes import scale_shares, scale_whole
 from ranktape.storage import Records
 from tests.analyze.runs import model_tensors
 from tests.exhaustive import exhaustive_but
@@ -347,6 +348,12 @@ def test_two_quant_types_are_matched(data: PlotData) -> None:
         assert pair.correlation == pytest.approx(1.0, abs=1e-3)
         ratio = pair.other[pair.one != 0] / pair.one[pair.one != 0]
         assert np.abs(ratio - 65 / 64).max() < 2**-6
+    diagonal, points = PLOTS["fp8_scatter"].draw(data).axes[0].lines
+    assert isinstance(diagonal, AxLine)
+    assert (diagonal.get_xy1(), diagonal.get_slope()) == ((0, 0), 1)
+    x, y = (np.asarray(values, dtype=float) for values in points.get_data())
+    assert np.abs(y - x * 65 / 64).max() < 2**-6
+    assert max(np.abs(x).max(), np.abs(y).max()) == 1
 
 
 def test_a_rank_that_differs_is_seen(tmp_path: Path) -> None:
@@ -584,6 +591,36 @@ def test_an_axis_of_small_shares_has_powers_of_ten_beside_it() -> None:
     labels = [label for label in tick_labels(figure.axes[0].yaxis) if label.get_visible()]
     words = [label.get_text() for label in labels]
     assert words == ["0 %", "1e-06 %", "0.0001 %", "0.01 %", "1 %", "100 %"]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ([7], [7]),
+        ([1, 11, 21, 31, 40, 51, 61, 71, 81], [1, 11, 21, 31, 40, 51, 61, 71, 81]),
+        (range(100), [0, 20, 40, 60, 80]),
+        (range(1, 21, 2), [5, 15]),
+        ([0, 1, 1000], [0, 1000]),
+        ([1, 3, 3, 7, 9], [1, 3, 7, 9]),
+    ],
+)
+def test_an_axis_of_integers_names_all_of_a_few_and_round_ones_of_many(values: Sequence[int], named: list[int]) -> None:
+    page = Page(1, 1, width=4, height=3, title="t")
+    scale_whole(page.panels[0, 0], values, max_ticks=9)
+    assert page.panels[0, 0].get_xticks().tolist() == named
+
+
+@pytest.mark.parametrize("text", ["", "one line", "some words of a title " * 20, "x" * 300, "two " + "y" * 200])
+def test_text_beyond_the_largest_number_of_lines_is_cut_off(text: str) -> None:
+    *sizes, all_lines = (wrapped(text, width=3, size=8, max_lines=count) for count in (1, 2, 3, 1000))
+    assert "".join("".join(all_lines).split()) == "".join(text.split())
+    for count, lines in enumerate(sizes, start=1):
+        if len(all_lines) <= count:
+            assert lines == all_lines
+        else:
+            assert lines[:-1] == all_lines[: count - 1]
+            assert lines[-1].endswith(" ...")
+            assert all_lines[count - 1].startswith(lines[-1].removesuffix(" ..."))
 
 
 def test_no_global_state_of_matplotlib_is_touched() -> None:

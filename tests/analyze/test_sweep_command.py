@@ -281,6 +281,21 @@ def test_options_reach_the_sweep(here: Path) -> None:
     assert [row["exponent"] for row in rows] == [2, 0, -2]
 
 
+def test_the_defaults_are_those_that_the_help_names(here: Path) -> None:
+    save(here / "a.pt", torch.from_numpy(np.random.default_rng(1).standard_normal((24, 64)).astype(np.float32)))
+    words = ("a.pt", "--levels", "--json", "--format", "mxfp4")
+    plain, shown = sweep(*words).stdout, " ".join(sweep("--help").stdout.split())
+    for flag, default, other in (
+        ("--scale-rule", "floor", "ceil"),
+        ("--block-size", "32", "16"),
+        ("--scale-bits", "8", "3"),
+        ("--num-levels", "21", "20"),
+    ):
+        assert re.search(rf"{flag} [^-].*?\[{default}[;\]]", shown), flag
+        assert sweep(*words, flag, default).stdout == plain, flag
+        assert sweep(*words, flag, other).stdout != plain, flag
+
+
 def test_wrong_options_are_one_line_before_anything_is_swept(here: Path) -> None:
     cases: list[tuple[list[str], str]] = [
         (["--format", "fp8-e4m3"], "did you mean fp8_e4m3"),
