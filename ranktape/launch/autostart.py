@@ -30,11 +30,11 @@ from ranktape.launch.worker import (
     LAUNCHED,
     LAUNCHED_WITH,
     OWNER,
-    complain,
-    one_line,
+    disable_autostart,
+    print_error,
     report,
     say,
-    stand_aside,
+    to_one_line,
 )
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def arm() -> None:
         return
     # The program may change its working directory before it trains, on each rank to another one.
     folder = os.getcwd()  # noqa: PTH109  (paths are joined as text)
-    arm_quantizer(lambda: _is_to_be_recorded(os.environ))
+    arm_quantizer(lambda: _may_record(os.environ))
     _start = AutoStart(folder)
     if multiprocessing.parent_process() is None and LAUNCHED not in os.environ:
-        atexit.register(_start.tell_of_evaluation)
+        atexit.register(_start.report_evaluation)
 
 
 def arm_launched(variables: Mapping[str, str]) -> AutoStart:
@@ -107,7 +107,7 @@ def arm_launched(variables: Mapping[str, str]) -> AutoStart:
     arm()
     assert _start is not None, "this process has no owner"
     if "RANK" in os.environ:
-        stand_aside()
+        disable_autostart()
     return _start
 
 
@@ -119,7 +119,7 @@ class AutoStart:
         from ranktape.capture import no_capture
         from ranktape.launch.standby import Standby
 
-        self._ask = functools.partial(_ordered, folder)
+        self._read_order = functools.partial(_read_order, folder)
         self.capture: Capture | None = None
         """The capture; None if none has started."""
         self._failure: str | None = None
@@ -133,25 +133,25 @@ class AutoStart:
         """Whether any model has run in this process."""
         return self._standby.has_seen_models
 
-    def explain_nothing(self) -> str:
+    def why_not_started(self) -> str:
         """Why no capture has started in a process that is ending, and what to do about it."""
         if self._standby.has_evaluated:
             return "models ran, but none in training mode: --select mode=eval records inference"
         if self._failure is not None:
             return self._failure
         if self._standby.is_over:
-            return "the script has begun a capture of its own: run it without the launcher"
+            return "the script has started a capture itself: run it without the launcher"
         if self._is_saved_by_hand:
             return (
-                "tensors were saved by hand on one of several ranks, and no training began: with TENSOR_SAVE_ENABLED="
-                "true and TENSOR_SAVE_DIR in place of the launcher each rank saves for itself"
+                "the script saved tensors itself on several ranks, and no training started: set TENSOR_SAVE_ENABLED="
+                "true and TENSOR_SAVE_DIR instead of using the launcher, so that each rank saves its own tensors"
             )
         return "the process ended before its first training forward"
 
-    def tell_of_evaluation(self) -> None:
+    def report_evaluation(self) -> None:
         """Print that nothing was recorded, if models ran only in evaluation mode."""
-        if not self._standby.is_over and self._standby.has_evaluated and _is_to_be_recorded(os.environ):
-            say(f"nothing was recorded: {in_variables(self.explain_nothing())}")
+        if not self._standby.is_over and self._standby.has_evaluated and _may_record(os.environ):
+            say(f"nothing was recorded: {in_variables(self.why_not_started())}")
 
     def _begin_by_hand(self, first_iteration: int) -> None:
         """Start the capture without a training, because the script saves tensors itself."""
@@ -165,12 +165,12 @@ class AutoStart:
 
     def _begin(self) -> None:
         """Start the requested capture, unless this process is not to be recorded."""
-        if not _is_to_be_recorded(os.environ):
+        if not _may_record(os.environ):
             return
         # Not at the top, because this module is imported with torch.
         from ranktape.capture.settings.setting import SWITCH_WORDS
 
-        stand_aside()
+        disable_autostart()
         is_launched = LAUNCHED in os.environ
         wording = str if is_launched else in_variables
         is_strict = is_launched or SWITCH_WORDS.get(os.environ.get("RANKTAPE_STRICT", "").strip().lower(), False)
@@ -180,7 +180,7 @@ class AutoStart:
 
             if Capture.current is not None and not Capture.current.yields:
                 return  # the script has started its own
-            order = self._ask()
+            order = self._read_order()
             if order is None:
                 return
             options = order.options
@@ -202,19 +202,19 @@ class AutoStart:
             if order is not None and isinstance(error, LateError):
                 is_strict = order.options.strict
             text = str(error) if isinstance(error, RanktapeError) else f"{type(error).__name__}: {error}"
-            self._failure = one_line(wording(text))
+            self._failure = to_one_line(wording(text))
             _fail(error, self._failure, is_strict=is_strict)
 
     def _is_wanted_in_eval(self) -> bool:
         """Whether passes in evaluation mode are recorded too; called at the first one."""
         try:
-            order = self._ask()
+            order = self._read_order()
         except Exception:  # noqa: BLE001  (reported when the training starts)
             return False
         return order is not None and "eval" in order.options.wanted_modes
 
 
-def _ordered(folder: str) -> Order | None:
+def _read_order(folder: str) -> Order | None:
     """The order of the launcher or the environment, with paths relative to a folder; None if nothing is requested."""
     from ranktape.capture.settings.config import resolve, stray_variables
     from ranktape.launch.options import Quantization
@@ -224,14 +224,14 @@ def _ordered(folder: str) -> Order | None:
     environment = dict(os.environ)
     if config := environment.get(_CONFIG):
         environment[_CONFIG] = absolute(folder, Path(config.strip()).expanduser())
-    found = resolve({}, environment=environment)
-    if found is None:
+    resolved = resolve({}, environment=environment)
+    if resolved is None:
         return None
     quantization = Quantization.read(environment, folder=Path(folder))
     # An unknown variable is refused like an unknown option, so that a typing error does not go unnoticed.
     if stray := stray_variables():
         raise UsageError(stray[0])
-    return Order.of(*found, folder=folder, tag=None if quantization is None else quantization.tag)
+    return Order.of(*resolved, folder=folder, tag=None if quantization is None else quantization.tag)
 
 
 def absolute(folder: str, path: str | os.PathLike[str]) -> str:
@@ -242,7 +242,7 @@ def absolute(folder: str, path: str | os.PathLike[str]) -> str:
     return text if is_url else os.path.join(folder, text)  # noqa: PTH118  (pathlib removes a final slash)
 
 
-def _is_to_be_recorded(environment: Mapping[str, str]) -> bool:
+def _may_record(environment: Mapping[str, str]) -> bool:
     if environment.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return False
     if environment.get(LAUNCHED, str(os.getpid())) != str(os.getpid()):
@@ -269,8 +269,8 @@ def in_variables(text: str) -> str:
 
 def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:
     if not is_strict:
-        if not _is_said_by_rank_0(error, text=text):
-            complain(f"{text}; the training goes on without a capture")
+        if not _is_reported_by_rank_0(error, text=text):
+            print_error(f"{text}; the training continues without a capture")
         return
     report(text)
     if threading.current_thread() is not threading.main_thread():
@@ -278,7 +278,7 @@ def _fail(error: BaseException, text: str, *, is_strict: bool) -> None:
     raise SystemExit(error.exit_code if isinstance(error, RanktapeError) else 1) from error
 
 
-def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
+def _is_reported_by_rank_0(error: BaseException, *, text: str) -> bool:
     """Whether rank 0 reports why there is no capture, so that this rank need not; rank 0 announces it to the others."""
     if isinstance(error, FailedElsewhereError):
         return True
@@ -290,21 +290,21 @@ def _is_said_by_rank_0(error: BaseException, *, text: str) -> bool:
 
         place = find_place()
         if place.world_size > 1:
-            meeting = Rendezvous(place, seconds=HEAD_START_SECONDS)
+            rendezvous = Rendezvous(place, seconds=HEAD_START_SECONDS)
             if place.rank == 0:
-                meeting.report_failure(text)
+                rendezvous.report_failure(text)
                 return False
             try:
-                meeting.wait(lambda: False, seconds=HEAD_START_SECONDS)
+                rendezvous.wait(lambda: False, seconds=HEAD_START_SECONDS)
             except FailedElsewhereError:
                 return True
-            meeting.give_up(text)
+            rendezvous.give_up(text)
     return False
 
 
 def _close_at_exit(capture: Capture, *, given_url: str) -> None:
     """Close the capture when the process exits, and report what is missing."""
-    owner, shown_before = os.getpid(), getattr(sys, "last_value", None)
+    owner, earlier_error = os.getpid(), getattr(sys, "last_value", None)
     is_child = multiprocessing.parent_process() is not None
 
     def close() -> None:
@@ -314,7 +314,7 @@ def _close_at_exit(capture: Capture, *, given_url: str) -> None:
             return
         # The exit code of the process is not available here, only its last exception.
         error: Any = sys.exc_info()[1] if is_child else getattr(sys, "last_value", None)
-        error = None if error is shown_before else error
+        error = None if error is earlier_error else error
         reason = failure_reason(error)
         try:
             try:
@@ -325,10 +325,10 @@ def _close_at_exit(capture: Capture, *, given_url: str) -> None:
             if reason is None and not verdict.met and LAUNCHED not in os.environ:
                 from ranktape.launch.place import shown
 
-                command = f"'ranktape status {shown(given_url)} --require-minimum' tells a shell"
+                command = f"'ranktape status {shown(given_url)} --require-minimum' gives the exit code of the run"
                 say(f"{in_variables(verdict.message())} ({command})")
         except BaseException as failure:  # noqa: BLE001  (the exit code of the training does not change)
-            complain(one_line(f"the capture did not end well: {failure}"))
+            print_error(to_one_line(f"the capture failed while it ended: {failure}"))
 
     if is_child:
         # A forked process runs no `atexit` handlers.

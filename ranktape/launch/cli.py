@@ -7,7 +7,7 @@ import click
 from ranktape._version import __version__
 from ranktape.analyze.cli import COMMANDS as QUESTIONS
 from ranktape.analyze.group import RanktapeGroup
-from ranktape.launch.worker import stand_aside
+from ranktape.launch.worker import disable_autostart
 
 COMMANDS = {
     "demo": "ranktape.launch.demo:command",
@@ -39,20 +39,20 @@ SECTIONS = {
     "Look": {
         "analyze": "Ask questions about a run: findings, overflow, replay, ...",
         "status": "Which iterations are complete, and what is missing.",
-        "runs": "List the runs at and below a place.",
+        "runs": "List the runs at and below a URL.",
     },
     "Keep": {
         "export": "Write a run for other programs: Parquet, TensorBoard, ...",
         "import": "Store a folder of .pt files as a run.",
         "cp": "Copy a run, or a part of it.",
-        "push": "Copy what waits in a --spill-dir to its run.",
+        "push": "Copy the iterations in a --spill-dir to their run.",
     },
     "Maintain": {
-        "check": "Verify that a run is whole.",
+        "check": "Verify that a run is complete and undamaged.",
         "repair": "Finish or remove what lost processes left behind.",
         "prune": "Delete iterations from a run.",
         "rm": "Delete a run.",
-        "doctor": "Check this machine for what ranktape needs.",
+        "doctor": "Check that this machine has what ranktape needs.",
     },
 }
 """The sections of the help page, with their commands and summaries."""
@@ -107,7 +107,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the `ranktape` command, and exit with its exit code."""
-    stand_aside()
+    disable_autostart()
     cli(prog_name="ranktape")
 
 

@@ -27,7 +27,7 @@ from ranktape.launch.place import read_options
 NUM_ITERATIONS = 3
 """Default number of captured iterations."""
 
-_OWN = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
+_PRESET = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
 """The settings of a capture that are not options of the demo, because it sets them or has no use for them."""
 
 
@@ -39,9 +39,9 @@ _OWN = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Ranks, on this machine.",
+    help="Number of ranks on this machine.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Training steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Number of training steps.")
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp32"]),
@@ -50,7 +50,7 @@ _OWN = ("first_iteration", "manual", "advance_on", "record_last", "trigger")
     help="What the layers compute in: bf16 by autocast, or fp32.",
 )
 @quant_options
-@capture_options(without=_OWN, defaults={"min_iterations": NUM_ITERATIONS})
+@capture_options(without=_PRESET, defaults={"min_iterations": NUM_ITERATIONS})
 def command(
     output: str,
     *,
@@ -115,15 +115,15 @@ def train(capture: Sequence[str], *, script: Sequence[str], num_ranks: int) -> N
     Raises:
         CaptureError: the training failed.
     """
-    words = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "ranktape.launch", *capture]
-    words += ["-m", "ranktape.launch.demo_train", *script]
-    _say(["torchrun", *words])
+    arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "ranktape.launch", *capture]
+    arguments += ["-m", "ranktape.launch.demo_train", *script]
+    _echo(["torchrun", *arguments])
     started = time.monotonic()
     # One thread for each rank, because the ranks share the machine with each other and with their writers.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], env=environment, check=False)
-    if ended.returncode != 0:
-        raise CaptureError(f"the training ended with exit code {ended.returncode}: its output above says why")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *arguments], env=environment, check=False)
+    if done.returncode != 0:
+        raise CaptureError(f"the training ended with exit code {done.returncode}: see its output above")
     say(f"trained and stored in {time.monotonic() - started:.1f} s")
 
 
@@ -135,16 +135,16 @@ def show(url: str, *, storage_options: str | None) -> None:
     last = open_run(url, storage_options=read_options(storage_options)).iterations[-1]
     access = ["--storage-options", storage_options] if storage_options else []
     # Next to the run, because a run contains only Zarr.
-    beside = "" if "://" in url else f"{url.rstrip('/')}-"
-    places = {"RUN": url, "LAST": str(last), "PLOT": f"{beside}overflow.png", "REPORT": f"{beside}report.html"}
-    for words in ANSWERS:
-        arguments = [*(places.get(word, word) for word in words), *access]
-        _say(["ranktape", *arguments])
+    prefix = "" if "://" in url else f"{url.rstrip('/')}-"
+    values = {"RUN": url, "LAST": str(last), "PLOT": f"{prefix}overflow.png", "REPORT": f"{prefix}report.html"}
+    for words in COMMANDS:
+        arguments = [*(values.get(word, word) for word in words), *access]
+        _echo(["ranktape", *arguments])
         cli.main(arguments, prog_name="ranktape", standalone_mode=False)
-    say(f"open it in a browser: {Path(places['REPORT']).resolve().as_uri()}")
+    say(f"open it in a browser: {Path(values['REPORT']).resolve().as_uri()}")
 
 
-ANSWERS = (
+COMMANDS = (
     ("status", "RUN"),
     ("analyze", "overflow", "RUN", "--format", "fp8_e4m3", "--by", "layer_type,operation"),
     (
@@ -159,7 +159,7 @@ ANSWERS = (
 the findings, a plot, and a report."""
 
 
-def _say(words: Sequence[str]) -> None:
+def _echo(words: Sequence[str]) -> None:
     # Storage options may contain a password.
     shown = [
         "JSON" if before == "--storage-options" else word for before, word in zip(["", *words], words, strict=False)

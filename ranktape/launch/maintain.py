@@ -90,7 +90,7 @@ def check(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> CheckReport:
-    """Verify that RUN is whole.
+    """Verify that RUN is complete and undamaged.
 
     Errors are committed data that is lost or wrong; they exit with 3. Notes are everything else: leftovers of lost
     writers, unfinished iterations, foreign objects. Nothing is changed; 'ranktape repair' repairs what can be repaired.

@@ -49,38 +49,38 @@ def capture_options(
 
 def capture_arguments(values: Mapping[str, Any]) -> list[str]:
     """The words of a command line for the given `values`."""
-    words: list[str] = []
+    arguments: list[str] = []
     for setting in SETTINGS:
         value: Any = values.get(setting.name)
         if not is_given(value) or value is False:
             continue
         if setting.kind is bool:
-            words.append(setting.flag)
+            arguments.append(setting.flag)
             continue
         for item in value if setting.takes_several and not isinstance(value, str) else (value,):
-            words += [setting.flag, str(item)]
-    return words
+            arguments += [setting.flag, str(item)]
+    return arguments
 
 
-_FIRST = frozenset({"start_at", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
+_MAIN = frozenset({"start_at", "every", "min_iterations", "max_iterations", "select", "layers", "keep", "overwrite"})
 """The settings that the help page always shows; --help-capture shows the others."""
 
 
 def _option(setting: Setting, *, default: Any) -> Callable[[AnyCommand], AnyCommand]:
-    shown = setting.default if default is None else default
+    displayed = setting.default if default is None else default
     is_plain = not setting.choices and setting.kind is not bool
     return click.option(
         setting.flag,
         setting.name,
         cls=SectionOption,
-        section=Section.OWN if setting.name in _FIRST else Section.CAPTURE,
+        section=Section.OWN if setting.name in _MAIN else Section.CAPTURE,
         type=click.Choice(setting.choices) if setting.choices else setting.kind,
         is_flag=setting.kind is bool,
         multiple=setting.takes_several,
         default=default,
         metavar=(setting.metavar or setting.kind.__name__.upper()) if is_plain else None,
         # Not click's `show_default`, which shows the default of the command: None for 'not given'.
-        help=setting.help if shown is None or shown is False or shown == () else f"{setting.help} [default: {shown}]",
+        help=setting.help + ("" if displayed in (None, False, ()) and displayed != 0 else f" [default: {displayed}]"),
     )
 
 
@@ -95,19 +95,19 @@ _QUANT_OPTIONS = {
     QUANT: click.option(
         "--quant",
         metavar="RECIPE",
-        help="What the operands of linear layers are quantised to, forward and backward, as mxfp8 or nvfp4; a recipe "
-        "of your own is a .yaml file. The script stays as it is.",
+        help="Quantise the operands of linear layers, forward and backward, by this recipe, such as mxfp8 or nvfp4, or "
+        "a .yaml file. The script is not changed.",
     ),
     QUANT_PLAN: click.option(
         "--quant-plan",
         metavar="FILE",
-        help="A plan that gives linear layers recipes of their own, as 'ranktape analyze replay --plan' writes it.",
+        help="Plan with the recipe of each linear layer, as 'ranktape analyze replay --plan' writes it.",
     ),
     QUANT_ATTENTION: click.option(
         "--quant-attention",
         is_flag=True,
         default=None,
-        help="Quantise query, key and value of attention by the recipe, too, and the gradient of its output.",
+        help="Also quantise query, key and value of attention by the recipe, and the gradient of its output.",
     ),
 }
 
@@ -129,8 +129,8 @@ class Quantization:
     """Plan with the recipe of each layer; None if one recipe is for all."""
     tag: str
     """The `quant_type` of the records."""
-    words: Mapping[str, str]
-    """The variables for it, with absolute paths, as the processes of a script may have other working directories."""
+    variables: Mapping[str, str]
+    """Its environment variables. Paths are absolute, as processes of a script may have other working directories."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str], *, folder: Path | None = None) -> Self | None:
@@ -146,25 +146,25 @@ class Quantization:
 
         quant, quant_plan, attention = (variables.get(name) or None for name in _QUANT_OPTIONS)
         if attention not in {None, "0", "1"}:
-            raise UsageError(f"{QUANT_ATTENTION}={attention!r:.40} is not known: give 1 to quantise attention, or 0")
+            raise UsageError(f"{QUANT_ATTENTION}={attention!r:.40} is not allowed: give 1 to quantise attention, or 0")
         has_attention = attention == "1"
         if quant is not None and quant_plan is not None:
             raise UsageError("--quant and --quant-plan exclude each other: a plan names the recipe of each layer")
         if has_attention and quant is None:
             raise UsageError(
-                "--quant-attention quantises by the recipe of --quant, and there is none: give one, as --quant mxfp8"
-                + (" (a plan names linear layers)" if quant_plan else "")
+                "--quant-attention needs the recipe of --quant: give one, such as --quant mxfp8"
+                + (" (a plan is only for linear layers)" if quant_plan else "")
             )
         if quant_plan is not None:
             path = ((folder or Path()) / quant_plan).absolute()
-            return cls(recipe=None, plan=read_plan(path), tag=PLANNED, words={QUANT_PLAN: str(path)})
+            return cls(recipe=None, plan=read_plan(path), tag=PLANNED, variables={QUANT_PLAN: str(path)})
         if quant is None:
             return None
         if quant not in ALIASES and quant not in RECIPES and (quant.endswith((".yaml", ".yml")) or os.sep in quant):
             quant = str(((folder or Path()) / quant).absolute())
         recipe = parse_recipe(quant)
-        words = {QUANT: quant, **({QUANT_ATTENTION: "1"} if has_attention else {})}
-        return cls(recipe=recipe, plan=None, tag=recipe.name if os.sep in quant else quant, words=words)
+        settings = {QUANT: quant, **({QUANT_ATTENTION: "1"} if has_attention else {})}
+        return cls(recipe=recipe, plan=None, tag=recipe.name if os.sep in quant else quant, variables=settings)
 
     @classmethod
     def of_options(
@@ -175,22 +175,22 @@ class Quantization:
         Raises:
             UsageError: an option is not allowed.
         """
-        for option, value, what in (("--quant", quant, "recipe"), ("--quant-plan", quant_plan, "file")):
+        for option, value, kind in (("--quant", quant, "recipe"), ("--quant-plan", quant_plan, "file")):
             if value == "":  # for example, from a shell variable that is not set
-                raise UsageError(f"{option} '' names no {what}: give one, or leave the option out")
+                raise UsageError(f"{option} '' is empty: give a {kind}, or leave the option out")
         return cls.read({QUANT: quant or "", QUANT_PLAN: quant_plan or "", QUANT_ATTENTION: "1" if attention else ""})
 
     @property
     def options(self) -> list[str]:
         """The options of the launcher for this precision."""
-        given = [("--quant", self.words.get(QUANT)), ("--quant-plan", self.words.get(QUANT_PLAN))]
-        words = [word for name, value in given if value is not None for word in (name, value)]
-        return [*words, *(["--quant-attention"] if self.has_attention else [])]
+        named = [("--quant", self.variables.get(QUANT)), ("--quant-plan", self.variables.get(QUANT_PLAN))]
+        options = [word for name, value in named if value is not None for word in (name, value)]
+        return [*options, *(["--quant-attention"] if self.has_attention else [])]
 
     @property
     def has_attention(self) -> bool:
         """Whether attention is quantised too."""
-        return QUANT_ATTENTION in self.words
+        return QUANT_ATTENTION in self.variables
 
     @property
     def is_baseline(self) -> bool:

@@ -37,22 +37,22 @@ def arm_quantizer(is_wanted: Callable[[], bool]) -> None:
     folder = Path.cwd()
 
     @functools.cache
-    def ask() -> Quantization | None:
+    def read() -> Quantization | None:
         from ranktape.launch.options import Quantization
 
         return Quantization.read(os.environ, folder=folder)
 
-    Quantizer(ask, is_wanted=is_wanted)
+    Quantizer(read, is_wanted=is_wanted)
 
 
 class Quantizer:
     """Quantises the models of this process before they run; created before the capture waits for the training."""
 
-    def __init__(self, ask: Callable[[], Quantization | None], *, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, read: Callable[[], Quantization | None], *, is_wanted: Callable[[], bool]) -> None:
         """Start to wait for models.
 
         Args:
-            ask: Called when a model runs; returns its precision, or None to leave it unchanged.
+            read: Called when a model runs; returns its precision, or None to leave it unchanged.
             is_wanted: Called when a model runs; returns whether this process trains.
         """
         import torch
@@ -60,10 +60,10 @@ class Quantizer:
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self._ask = ask
+        self._read = read
         self._is_wanted = is_wanted
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._num_layers = self._num_left = 0
+        self._num_layers = self._num_unchanged = 0
         self._is_over = False
         self._attention: AttentionQuantizer | None = None
         register_module_forward_pre_hook(self._on_forward)
@@ -78,21 +78,21 @@ class Quantizer:
     @property
     def has_quantized(self) -> bool:
         """Whether any model with layers to quantise has run."""
-        return self._num_layers + self._num_left > 0
+        return self._num_layers + self._num_unchanged > 0
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002  (torch's signature)
         import torch
 
         if not torch.compiler.is_compiling():
-            self._meet(module)
+            self._before_call(module)
 
-    def _meet(self, module: nn.Module) -> None:
+    def _before_call(self, module: nn.Module) -> None:
         """Quantise a module before it is called, unless it is known, or none of its parameters needs a gradient."""
-        self._look_at(module)
+        self._quantize_new(module)
         if self._attention is not None:
             self._attention.is_wanted = module in self._known
 
-    def _look_at(self, module: nn.Module) -> None:
+    def _quantize_new(self, module: nn.Module) -> None:
         from ranktape.launch.standby import is_without_values, needs_gradients
 
         if module in self._known or is_without_values() or not needs_gradients(module) or not self._is_wanted():
@@ -111,36 +111,39 @@ class Quantizer:
         from ranktape.capture.hooks.stacks import module_path
 
         self._known.update(model.modules())
-        quantization = self._ask()
+        quantization = self._read()
         if quantization is None:
             return
         modules = {module_path(name): module for name, module in model.named_modules(remove_duplicate=False)}
         linears = {name: module for name, module in modules.items() if is_plain_linear(module)}
         if is_plain_linear(model):
             raise UsageError(
-                "the training calls a linear layer by itself, which cannot be quantised from outside in this call: "
-                "put it into nn.Sequential, or have the script call ranktape.analyze.fake_quantize, without --quant"
+                "the training calls a linear layer by itself, which --quant cannot quantise: put it into "
+                "nn.Sequential, or call ranktape.analyze.fake_quantize in the script, without --quant"
             )
         others = {name: type(module).__name__ for name, module in modules.items() if name not in linears}
         if quantization.is_baseline:
             wide = {name: linear for name, linear in linears.items() if not _computes_in_bf16(linear)}
-            if num_left := len(linears) - len(wide):
-                self._num_left += num_left
-                say(f"bf16: {num_left} linear layers of {_name(modules)} compute in it as they are")
+            if num_unchanged := len(linears) - len(wide):
+                self._num_unchanged += num_unchanged
+                say(f"bf16: {num_unchanged} linear layers of {_name(modules)} already compute in bf16")
             linears = wide
         recipes = quantization.recipes_of(linears, others)
         if quantization.plan is not None and (inside := quantization.plan.inside_attention(others)):
             say(f"{quantization.tag}: {inside_words(inside)}")
-        done = quantize_layers(linears, recipes, first_stream=self._num_layers)
-        self._num_layers += len(done)
-        if done:
-            left = Counter(
+        num_quantized = len(quantize_layers(linears, recipes, first_stream=self._num_layers))
+        self._num_layers += num_quantized
+        if num_quantized:
+            counts = Counter(
                 type(module).__name__ for module in dict.fromkeys(modules.values()) if _is_linear_like(module)
             )
-            named = ", ".join(f"{count} {kind}" for kind, count in left.items())
-            rest = f"; left as they are: {named}" if named else ""
-            what = " are quantised, and attention is" if quantization.has_attention else " are quantised"
-            say(f"{quantization.tag}: {len(done)} linear layers of {_name(modules)}{what}{rest}")
+            listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            unchanged = f"; not quantised: {listed}" if listed else ""
+            attention = " and attention" if quantization.has_attention else ""
+            say(
+                f"{quantization.tag}: {num_quantized} linear layers of {_name(modules)}{attention} are quantised"
+                f"{unchanged}"
+            )
         if quantization.has_attention and quantization.recipe is not None:
             self._quantize_attention(model, quantization.recipe)
 
@@ -166,17 +169,16 @@ class Quantizer:
         if not self.has_quantized:
             _fail(
                 UsageError(
-                    "--quant: the training has come to its first optimizer step, and no nn.Linear "
-                    "was quantised: its layers are of other classes, are quantised already, or stay as they are by the "
-                    "recipe; train it without --quant"
+                    "--quant: no nn.Linear was quantised before the first optimizer step: the layers are of other "
+                    "classes, are quantised already, or are not quantised by the recipe; train without --quant"
                 )
             )
         if self._attention is not None and not self._attention.num_calls:
             _fail(
                 UsageError(
-                    "--quant-attention: the training has come to its first optimizer step, and no attention was "
-                    "quantised: it calls neither F.scaled_dot_product_attention nor Hugging Face's interface; train it "
-                    "without --quant-attention"
+                    "--quant-attention: no attention was quantised before the first optimizer step: the model calls "
+                    "neither F.scaled_dot_product_attention nor Hugging Face's interface; train without "
+                    "--quant-attention"
                 )
             )
 
@@ -215,7 +217,7 @@ class Quantizer:
 
             def call(*call_args: Any, **call_options: Any) -> Any:
                 if not torch.compiler.is_compiling():
-                    self._meet(module)
+                    self._before_call(module)
                 return compiled(*call_args, **call_options)
 
             module._compiled_call_impl = call  # noqa: SLF001  (as above)
@@ -230,7 +232,7 @@ def _check_graph(module: nn.Module, options: Mapping[str, Any]) -> None:
     if options.get("fullgraph") and any(is_plain_linear(part) for part in module.modules()):
         _fail(
             UsageError(
-                "torch.compile(fullgraph=True) leaves no room for what quantises, which is not compiled: compile "
+                "torch.compile(fullgraph=True) does not allow quantisation, which runs outside of the graph: compile "
                 "without fullgraph=True, or train without --quant"
             )
         )
@@ -250,9 +252,9 @@ def _computes_in_bf16(linear: nn.Module) -> bool:
     import torch
 
     weight: Any = linear.weight
-    kind, wanted = weight.device.type, torch.bfloat16
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return bool((torch.get_autocast_dtype(kind) if is_on else weight.dtype) == wanted)
+    device = weight.device.type
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return bool((torch.get_autocast_dtype(device) if has_autocast else weight.dtype) == torch.bfloat16)
 
 
 def _name(modules: Mapping[str, nn.Module]) -> str:

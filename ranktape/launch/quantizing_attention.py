@@ -53,51 +53,51 @@ class AttentionQuantizer:
             # torch's compiler builds tables of torch's functions at their first use. They should not contain ours.
             torch._dynamo.trace_rules.get_torch_obj_rule_map()  # noqa: SLF001  (torch has no public way)
             name = HUGGING_FACE_ATTENTION.functions[0]
-            replace(name, self._giver)
-            quantized = self._around(original, ATTENTION)
+            replace(name, self._registry_method)
+            quantized = self._wrapped(original, ATTENTION)
             replace_names(original, quantized)
             self._pair = original, quantized
         replace_in_model(model, *self._pair)
 
-    def call(self, around: _QuantizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, wrapper: _QuantizedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an attention function with quantised operands. Functions that it calls do not quantise them again."""
-        function = around.function
+        function = wrapper.function
         if not self.is_wanted or getattr(self._running, "is_inside", False):
             return function(*args, **kwargs)
         self._running.is_inside = True
-        rest: list[Any] = []
+        outputs: list[Any] = []
 
         def compute(*operands: torch.Tensor) -> torch.Tensor:
-            given, named = args, kwargs
-            for argument, operand in zip(around.arguments, operands, strict=True):
-                given, named = argument.put(operand, given, named)
-            output = function(*given, **named)
-            if around.element is None:
+            positional, keywords = args, kwargs
+            for argument, operand in zip(wrapper.arguments, operands, strict=True):
+                positional, keywords = argument.put(operand, positional, keywords)
+            output = function(*positional, **keywords)
+            if wrapper.element is None:
                 return output  # type: ignore[no-any-return]  # torch's
-            rest[:] = output
-            return rest[around.element]  # type: ignore[no-any-return]  # as above
+            outputs[:] = output
+            return outputs[wrapper.element]  # type: ignore[no-any-return]  # as above
 
         try:
-            found = [argument.find(args, kwargs) for argument in around.arguments]
-            output = quantized_attention(compute, *found, recipe=self.recipe, draws=self.draws)
+            operands = [argument.find(args, kwargs) for argument in wrapper.arguments]
+            output = quantized_attention(compute, *operands, recipe=self.recipe, draws=self.draws)
         finally:
             self._running.is_inside = False
         self.num_calls += 1
-        if around.element is None:
+        if wrapper.element is None:
             return output
-        rest[around.element] = output
-        return tuple(rest)
+        outputs[wrapper.element] = output
+        return tuple(outputs)
 
-    def _giver(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _registry_method(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A replacement for the registry's method, which returns quantising functions."""
 
         @functools.wraps(original)
-        def give(*args: Any, **kwargs: Any) -> Any:
-            return self._around(original(*args, **kwargs), HUGGING_FACE_ATTENTION)
+        def get_interface(*args: Any, **kwargs: Any) -> Any:
+            return self._wrapped(original(*args, **kwargs), HUGGING_FACE_ATTENTION)
 
-        return give
+        return get_interface
 
-    def _around(self, function: Callable[..., Any], role: FunctionRole) -> _QuantizedAttention:
+    def _wrapped(self, function: Callable[..., Any], role: FunctionRole) -> _QuantizedAttention:
         if function not in self._known:
             self._known[function] = _QuantizedAttention(function, role, self)
         return self._known[function]
@@ -119,7 +119,7 @@ class _QuantizedAttention(Around):
         return self._quantizer.call(self, args, kwargs)
 
 
-_LEFT_ALONE = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
+_EXCLUDED = ("torch._dynamo", "torch._inductor", "torch.overrides", "ranktape.")
 """Prefixes of modules that compare functions instead of calling them."""
 
 
@@ -127,7 +127,7 @@ def replace_names(old: Any, new: Any) -> None:
     """Replace a function under all its module-level names."""
     for name, module in sys.modules.copy().items():
         namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict) and not name.startswith(_LEFT_ALONE):
+        if isinstance(namespace, dict) and not name.startswith(_EXCLUDED):
             _replace_in(namespace, old, new)
 
 
@@ -150,7 +150,7 @@ def _functions(kinds: Iterable[type]) -> Iterator[FunctionType]:
     """The methods of classes outside torch, and the functions of the Python modules that define these classes."""
     names: set[str] = set()
     for kind in kinds:
-        if not kind.__module__.startswith(("torch.", "builtins", *_LEFT_ALONE)):
+        if not kind.__module__.startswith(("torch.", "builtins", *_EXCLUDED)):
             names.add(kind.__module__)
             yield from (value for value in list(vars(kind).values()) if isinstance(value, FunctionType))
     for name in names:

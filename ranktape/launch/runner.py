@@ -26,7 +26,7 @@ from ranktape.errors import MinimumNotMetError, RanktapeError, UsageError
 from ranktape.launch.collect import launcher_words, split_words
 from ranktape.launch.options import QUANT_VARIABLES, Quantization, capture_arguments, capture_options, quant_options
 from ranktape.launch.script import Script
-from ranktape.launch.worker import LAUNCHED, LAUNCHED_WITH, global_rank, report, restarts, say, stand_aside
+from ranktape.launch.worker import LAUNCHED, LAUNCHED_WITH, disable_autostart, global_rank, report, restarts, say
 
 if TYPE_CHECKING:
     from ranktape.launch.autostart import AutoStart, Order
@@ -64,14 +64,16 @@ def command(
 ) -> Callable[[], int]:
     """Run a training script, unmodified, and record its tensors from every rank; with --quant in low precision.
 
-    Fails if the script failed; and, on torchrun's last attempt, if fewer iterations than guaranteed are
-    stored complete. A script that exits with 0 before any model runs (--help) is left at that.
+    Fails if the script fails, and, on torchrun's last attempt, if fewer iterations than guaranteed are stored complete.
+    If the script exits with 0 before any model runs, as with --help, the exit code is 0.
     """
     # The script does not run inside the command, because click handles KeyboardInterrupt itself.
-    is_given = any(one is not None for one in (quant, quant_plan, quant_attention))
-    given = functools.partial(Quantization.of_options, quant, quant_plan, attention=quant_attention)
-    ask = given if is_given else functools.partial(Quantization.read, os.environ)
-    return functools.partial(_run, url, values, Script(name=script, arguments=arguments, is_module=is_module), ask=ask)
+    read = functools.partial(Quantization.of_options, quant, quant_plan, attention=quant_attention)
+    if quant is None and quant_plan is None and quant_attention is None:
+        read = functools.partial(Quantization.read, os.environ)
+    return functools.partial(
+        _run, url, values, Script(name=script, arguments=arguments, is_module=is_module), read=read
+    )
 
 
 class _RecordCommand(RanktapeCommand):
@@ -90,7 +92,12 @@ class _RecordCommand(RanktapeCommand):
     context_settings={"ignore_unknown_options": True, "max_content_width": 100},
     options_metavar="[OPTIONS] [TORCHRUN_OPTIONS] --",
 )
-@click.option("--capture", "url", metavar="URL", help="The run to record into; runs/ and the script's name by default.")
+@click.option(
+    "--capture",
+    "url",
+    metavar="URL",
+    help="The run to record into; runs/ with the script's name by default.",
+)
 @quant_options
 @capture_options()
 @click.option("--capture-config", metavar="FILE", help=FILE_HELP)
@@ -109,8 +116,7 @@ def record_command(
 
     Options that are not listed here are passed to torchrun. After -- comes the script with its arguments, or
     '-m package.train', or 'python train.py' for one process without torchrun. It is short for
-    'torchrun [TORCHRUN_OPTIONS] -m ranktape.launch --capture URL [OPTIONS] SCRIPT [ARGUMENTS]', whose exit code it
-    has.
+    'torchrun [TORCHRUN_OPTIONS] -m ranktape.launch --capture URL [OPTIONS] SCRIPT [ARGUMENTS]', and has its exit code.
     """
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.config import resolve
@@ -118,22 +124,22 @@ def record_command(
     from ranktape.capture.starting import open_place
 
     options = click.get_current_context().command.params
-    before, script = split_words(words, known=[name for option in options for name in option.opts])
+    launcher, script = split_words(words, known=[name for option in options for name in option.opts])
     is_module = script[0] == "-m"
     # Mistakes are reported here instead of on each rank.
     Script(name=script[is_module], arguments=(), is_module=is_module).check()
     given = {**values, "capture_config": capture_config}
-    if (found := resolve({**given, "capture": url})) is None:
+    if (resolved := resolve({**given, "capture": url})) is None:
         url = f"runs/{script[1].rpartition('.')[2] if is_module else Path(script[0]).stem}"
-        found = resolve({**given, "capture": url})
-    assert found is not None, "a URL is given"
-    check_layer_types(found[1], known=known_layer_types())
-    open_place(*found)
+        resolved = resolve({**given, "capture": url})
+    assert resolved is not None, "a URL is given"
+    check_layer_types(resolved[1], known=known_layer_types())
+    open_place(*resolved)
     own = ["--capture-config", capture_config] if capture_config is not None else []
     own += ["--capture", url] if url is not None else []
     quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
     own += [] if quantization is None else quantization.options
-    call = [*launcher_words(before), *own, *capture_arguments(values), *script]
+    call = [*launcher_words(launcher), *own, *capture_arguments(values), *script]
     say(shlex.join(["python", *call[1:]]))
     os.execv(call[0], call)  # noqa: S606 - the launch replaces this process
 
@@ -144,11 +150,11 @@ def main(arguments: Sequence[str]) -> int:
     Mistakes of the user are reported in one line on stderr and in torchrun's summary.
     """
     # Only the command line decides what is recorded, not the hook of `import torch`.
-    stand_aside()
+    disable_autostart()
     try:
         # click answers --help itself, and returns an exit code.
-        found = command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
-        return int((found() if callable(found) else found) or 0)
+        result = command.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        return int((result() if callable(result) else result) or 0)
     except click.ClickException as error:
         report(f"{error.format_message()} See 'python -m ranktape.launch --help'.")
         return error.exit_code
@@ -158,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(
-    given_url: str | None, values: dict[str, Any], script: Script, *, ask: Callable[[], Quantization | None]
+    given_url: str | None, values: dict[str, Any], script: Script, *, read: Callable[[], Quantization | None]
 ) -> int:
     script.check()
     # Before the imports, so that a folder called `zarr` in the working directory is not imported as the package.
@@ -167,22 +173,22 @@ def _run(
     from ranktape.capture.settings.config import resolve
     from ranktape.launch.autostart import Order, arm_launched
 
-    quantization = ask()
+    quantization = read()
     # The variables of the other options are set to be empty: the command line has precedence.
-    variables = {} if quantization is None else {**dict.fromkeys(QUANT_VARIABLES, ""), **quantization.words}
-    found = resolve({"capture": given_url, **values})
-    if found is None:
+    variables = {} if quantization is None else {**dict.fromkeys(QUANT_VARIABLES, ""), **quantization.variables}
+    resolved = resolve({"capture": given_url, **values})
+    if resolved is None:
         if quantization is None:
             raise UsageError(
                 "Missing option '--capture': give the URL of the run, set RANKTAPE_CAPTURE, or write 'capture: URL' "
                 "into the file of --capture-config"
             )
-        say(f"{quantization.tag}: nothing is recorded (--capture URL would)")
+        say(f"{quantization.tag}: nothing is recorded (add --capture URL to record)")
         arm_launched(variables)
         script.run()
         return 0
     folder = os.getcwd()  # noqa: PTH109  (a text)
-    order = Order.of(*found, folder=folder, tag=None if quantization is None else quantization.tag)
+    order = Order.of(*resolved, folder=folder, tag=None if quantization is None else quantization.tag)
     return _record(order, {**variables, LAUNCHED: str(os.getpid()), LAUNCHED_WITH: order.to_json()}, script)
 
 
@@ -207,7 +213,7 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
     start = arm_launched(variables)
     end_of_process()
     try:
-        has_left = script.run()
+        has_exited = script.run()
     except BaseException as stop:
         if start.capture is not None and os.getpid() == own_pid:
             start.capture.close(reason=failure_reason(stop), error=stop.__cause__ or stop)
@@ -220,27 +226,27 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
         return 0
     if verdict is None:
         # The verdict on a run into which ranks that the script started have recorded, if there is one.
-        judged = read_verdict(backend)
-        verdict = None if judged is None or read_attempts(backend) == earlier else judged[0]
+        read = read_verdict(backend)
+        verdict = None if read is None or read_attempts(backend) == earlier else read[0]
     if verdict is None:
-        verdict = _without_capture(start, has_left=has_left, required=options.min_iterations)
+        verdict = _without_capture(start, has_exited=has_exited, required=options.min_iterations)
     if verdict is not None:
-        _tell(verdict, backend=backend, url=order.given_url)
+        _report(verdict, backend=backend, url=order.given_url)
     return 0
 
 
-def _without_capture(start: AutoStart, *, has_left: bool, required: int) -> RunVerdict | None:
+def _without_capture(start: AutoStart, *, has_exited: bool, required: int) -> RunVerdict | None:
     """The verdict if no capture started; None if the script has exited with 0 before any model ran."""
     from ranktape.storage import RunVerdict
 
-    why = f"nothing was recorded: {start.explain_nothing()}"
-    if has_left and not start.has_seen_models:
-        say(why)
+    message = f"nothing was recorded: {start.why_not_started()}"
+    if has_exited and not start.has_seen_models:
+        say(message)
         return None
-    return RunVerdict(met=False, required=required, complete=[], missing=[why], final=True)
+    return RunVerdict(met=False, required=required, complete=[], missing=[message], final=True)
 
 
-def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
+def _report(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
     """Print a summary of the run, or why its minimum is not stored.
 
     Raises:
@@ -253,10 +259,10 @@ def _tell(verdict: RunVerdict, *, backend: Backend, url: str) -> None:
         say(summary_line(backend, url=url))
     elif verdict.ended:
         say(verdict.message())  # the training was ended on purpose and has not failed
-    elif (left := restarts()[1]) == 0:
+    elif (num_restarts := restarts()[1]) == 0:
         raise MinimumNotMetError(verdict.message())
     else:
         say(
-            f"{verdict.message()} (exit code 0, because torchrun would train again, {left} more times;"
-            f" 'ranktape status {shown(url)} --require-minimum' tells a shell)"
+            f"{verdict.message()} (exit code 0, as torchrun may restart the training {num_restarts} more times;"
+            f" 'ranktape status {shown(url)} --require-minimum' gives the exit code of the run)"
         )

@@ -56,12 +56,12 @@ class Standby:
         earlier = set(_calls._global_forward_pre_hooks)  # noqa: SLF001  (torch has no public way to call one)
         if not self.end():
             return None
-        given = args
+        current = args
         for number, hook in list(_calls._global_forward_pre_hooks.items()):  # noqa: SLF001  (as above)
-            replaced: Any = None if number in earlier else hook(module, given)
+            replaced: Any = None if number in earlier else hook(module, current)
             if replaced is not None:
-                given = replaced if isinstance(replaced, tuple) else (replaced,)
-        return given
+                current = replaced if isinstance(replaced, tuple) else (replaced,)
+        return current
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Start with an optimizer step, for a training without modules or one that is compiled as a whole."""
@@ -72,10 +72,10 @@ class Standby:
         if is_without_values():
             return False
         # Not only by the mode: transforms of data are modules in training mode too.
-        is_training = module.training and torch.is_grad_enabled() and self._can_learn(module)
+        is_training = module.training and torch.is_grad_enabled() and self._is_trainable(module)
         return is_training or self._is_eval(module)
 
-    def _can_learn(self, module: nn.Module) -> bool:
+    def _is_trainable(self, module: nn.Module) -> bool:
         """Whether any parameter of a module needs a gradient.
 
         All modules inside a frozen model are called too. They are only searched if their first parameter needs a
@@ -149,14 +149,14 @@ def _first_parameter(module: nn.Module | None) -> nn.Parameter | None:
 def needs_gradients(module: nn.Module) -> bool:
     """Whether any parameter of a module needs a gradient. `parameters` takes ten times as long in a deep tree."""
     seen = {module}
-    waiting = [module]
-    while waiting:
-        one = waiting.pop()
-        if any(weight is not None and weight.requires_grad for weight in one._parameters.values()):  # noqa: SLF001
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if any(weight is not None and weight.requires_grad for weight in current._parameters.values()):  # noqa: SLF001
             return True
-        parts = [part for part in one._modules.values() if part is not None and part not in seen]  # noqa: SLF001
-        seen.update(parts)
-        waiting += parts
+        children = [child for child in current._modules.values() if child is not None and child not in seen]  # noqa: SLF001
+        seen.update(children)
+        pending += children
     return False
 
 

@@ -31,7 +31,7 @@ printed N times. If only another rank has an error, it still reports it.
 """
 
 
-def stand_aside() -> None:
+def disable_autostart() -> None:
     """Prevent this process and those that it starts from starting a capture automatically."""
     os.environ[OWNER] = str(os.getpid())
 
@@ -46,23 +46,23 @@ def global_rank() -> int:
 
 def restarts() -> tuple[int, int]:
     """How many times torchrun has restarted the worker group, and how many more times it would."""
-    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return done, max(0, most - done)
+    num_done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return num_done, max(0, most - num_done)
 
 
 def say(message: str) -> None:
     """Print one line on stderr, on rank 0 only."""
     if global_rank() == 0:
-        write_line(one_line(message))
+        write_line(to_one_line(message))
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print one line with an error on stderr; all ranks except rank 0 add their number."""
     rank = global_rank()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     # The process may have no stderr, or have closed it.
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        write_line(f"error: {prefix}{one_line(message)}")
+        write_line(f"error: {prefix}{to_one_line(message)}")
 
 
 def report(message: str) -> None:
@@ -70,7 +70,7 @@ def report(message: str) -> None:
 
     Rank 0 reports at once, the others after `HEAD_START_SECONDS`, unless torchrun has ended them.
     """
-    line = one_line(message)
+    line = to_one_line(message)
     if global_rank() != 0:
         time.sleep(HEAD_START_SECONDS)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -79,10 +79,10 @@ def report(message: str) -> None:
         # If the file cannot be written, the line on stderr suffices.
         with contextlib.suppress(OSError):
             Path(error_file).write_text(json.dumps(document), encoding="utf-8")
-    complain(line)
+    print_error(line)
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """The text in one line, without control sequences of terminals."""
     # Not at the top, so that help pages are fast.
     from ranktape.storage.places.failures import printable

@@ -60,7 +60,7 @@ def test_a_broken_installation_does_not_break_import_torch(broken: str, tmp_path
     assert (ended.returncode, ended.stdout) == (0, "fine\n")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("ranktape: error: ")
-    assert line.endswith("; the training goes on without a capture")
+    assert line.endswith("; the training continues without a capture")
 
 
 def test_a_process_without_stderr_imports_torch(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_mistake_is_one_line_and_ends_the_training_only_if_asked(
     assert (ended.returncode, ended.stdout) == (0, plain)
     (line,) = errors(ended)
     assert match in line
-    assert line.endswith("; the training goes on without a capture")
+    assert line.endswith("; the training continues without a capture")
     assert "Traceback" not in ended.stderr
 
     strict = python("train.py", cwd=tmp_path, env={**RUN, **environment, "RANKTAPE_STRICT": "true"})

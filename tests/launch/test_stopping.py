@@ -195,7 +195,7 @@ def test_a_rank_0_that_is_too_late_costs_the_capture_and_not_the_training(plain:
     assert launched.returncode == 1
     *early, late, last = errors(launched)
     assert [line.partition("]")[0] for line in early] in (["[rank 1"], ["[rank 2"])  # the first to give up speaks
-    assert all(TOO_LATE in line and line.endswith("the training goes on without a capture") for line in early)
+    assert all(TOO_LATE in line and line.endswith("the training continues without a capture") for line in early)
     assert TOO_LATE in late
     assert "give the process group a longer timeout" in late
     assert not late.startswith("[")
