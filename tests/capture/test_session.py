@@ -179,6 +179,14 @@ def test_a_training_that_is_too_short(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err.count("0 of 1 guaranteed iterations") == 1
 
 
+def test_the_reason_of_an_iteration_that_was_cut_off_is_named_once(tmp_path: Path) -> None:
+    capture = Capture(tmp_path / "run", min_iterations=5)
+    train(Training(steps=3), capture=capture)
+    for verdict in (capture.close(), open_run(tmp_path / "run").verdict()):
+        assert verdict.complete == [0, 1, 2]
+        assert verdict.message().count("the training ended after 3 iterations") == 1
+
+
 def test_a_training_that_stops_in_the_middle(tmp_path: Path) -> None:
     model = Net()
     with Capture(tmp_path / "run", min_iterations=2) as capture:

@@ -186,7 +186,9 @@ def judge(
         missing.append(f"{_listed(extra)} were asked for while the training ran, and count for no minimum")
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
-        missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items()]
+        # An iteration that was cut off has the note already.
+        noted = "; ".join(missing)
+        missing += [f"rank {rank}: {note}" for rank, note in (notes or {}).items() if note not in noted]
     return RunVerdict(
         met=is_met,
         required=required,
