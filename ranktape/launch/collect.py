@@ -29,7 +29,7 @@ from ranktape.analyze.console import say
 from ranktape.analyze.group import RanktapeCommand
 from ranktape.errors import CaptureError, CheckFoundError, RunExistsError, RunNotFoundError, UsageError, expect_least
 from ranktape.launch.options import Quantization, capture_arguments, capture_options
-from ranktape.launch.place import read_options, shown
+from ranktape.launch.place import count_text, read_options, shown
 
 if TYPE_CHECKING:
     from ranktape.analyze.table import Table
@@ -270,7 +270,7 @@ class _Trainings:
             while not is_over and time.monotonic() < began + timeout:
                 is_over = process.poll() is not None
                 if (num_stored := self.num_stored(tag) or 0) > num_known:
-                    say(f"{label} {num_stored} iterations are complete")
+                    say(f"{label} {count_text(num_stored, 'iteration')} complete")
                 num_known = num_stored
                 time.sleep(0 if is_over else _POLL_SECONDS)
         self._upload(log)

@@ -79,7 +79,7 @@ def test_each_precision_is_trained_recorded_and_compared(folder: Path) -> None:
         run = open_run(folder / "runs" / quant_type)
         assert len(run.iterations) == 2
         assert {(record.quant_type, record.rank) for record in run.select()} == {(quant_type, 0), (quant_type, 1)}
-    assert "[mxfp4, 2 of 2] 2 iterations are complete" in ended.stdout
+    assert "[mxfp4, 2 of 2] 2 iterations complete" in ended.stdout
     head = next(line.split() for line in ended.stdout.splitlines() if line.startswith("quant_type"))
     rows = {line.split()[0]: line.split() for line in ended.stdout.splitlines() if line.startswith(("bf16 ", "mxfp4 "))}
     # Both stored two iterations: a constant column is a note.
