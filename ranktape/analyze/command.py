@@ -124,10 +124,11 @@ class Description:
         if one.is_positional:
             is_folder = one.annotation == "Path"
             kind = NamedPath(path_type=Path) if is_folder else str
-            is_required = "None" not in one.annotation.split(" | ")
+            is_required = one.default is None and "None" not in one.annotation.split(" | ")
             name = metavar or ("DIR" if is_folder else one.name.upper())
             shown = name if is_required else f"[{name}]"
-            return click.argument(one.name, metavar=shown, type=kind, required=is_required)
+            default = {} if one.default is None else {"default": one.default}
+            return click.argument(one.name, metavar=shown, type=kind, required=is_required, **default)
         if one.annotation.startswith("Literal"):
             settings["type"] = click.Choice(re.findall(r"'(\w+)'", one.annotation))
         elif "Path" in one.annotation:

@@ -43,8 +43,10 @@ COLUMNS = (
 """The columns of the table of runs, which has one row for each run."""
 
 
-def runs(url: str, *, depth: int | None = None, storage_options: Mapping[str, Any] | None = None) -> list[RunSummary]:
-    """List the runs at and below URL.
+def runs(
+    url: str = ".", *, depth: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> list[RunSummary]:
+    """List the runs at and below URL, or the current directory.
 
     A run is met or unmet (it is closed, and its guaranteed minimum is there or not), open (it is being recorded,
     or its processes were lost), empty or unreadable. The size is that of the values of its complete iterations.

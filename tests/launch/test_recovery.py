@@ -169,8 +169,10 @@ def test_runs_are_listed_with_what_they_are(run: Path, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
+def test_a_place_without_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert invoke("runs").stdout.endswith("there is no run here\n")
     result = invoke("runs", tmp_path)
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}\n" + result.stdout.split("\n", 1)[1])
     assert result.stdout.endswith("there is no run here\n")
