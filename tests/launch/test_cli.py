@@ -202,7 +202,7 @@ def test_record_asks_for_the_words_before_the_script() -> None:
         (["--nproc-per-node", "two", "--", "train.py"], "Unsupported nproc_per_node value: two"),
         (["--evry", "3", "--", "train.py"], "unrecognized arguments: --evry; did you mean --every?"),
         (["--every", "0", "--", "train.py"], "--every 0 is not allowed: give 1 or more"),
-        (["--layers", "x", "--", "train.py"], "layers holds numbers and 'x' is not one"),
+        (["--layers", "x", "--", "train.py"], "--layers 'x' is not allowed: give all, or numbers such as"),
         (["--select", "layer_type=lineer", "--", "train.py"], "did you mean linear"),
         (["--capture-config", "missing.yaml", "--", "train.py"], "missing.yaml cannot be read"),
         (["--capture", "nowhere://x", "--", "train.py"], "nowhere://x cannot be opened"),

@@ -215,9 +215,9 @@ def read_numbers(name: str, value: Any) -> Numbers:
     if value is False or not is_given(value):
         return Numbers(filter=Filter(field=name, alternatives=()))
     chosen = parse_filter(name, value)
-    chosen.mask(lambda _: np.arange(1), 1)  # parses texts, and raises for invalid ones
     if not all(map(_counts_from_zero, chosen.parts)):
         raise UsageError(f"--{name} {shown(value)} is not allowed: give {_EXAMPLES[name]}, counted from 0")
+    chosen.mask(lambda _: np.arange(1), 1)  # raises for a range that ends before it begins
     return Numbers(filter=chosen)
 
 

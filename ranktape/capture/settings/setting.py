@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ranktape.errors import UsageError
+from ranktape.errors import UsageError, nearest
 
 PREFIX = "RANKTAPE_"
 """The prefix of ranktape's environment variables."""
@@ -91,8 +91,10 @@ class Setting:
         """
         is_typed = self.type_name.removesuffix(" | None") in _KINDS
         if is_typed and value is not None and (allowed := self._allowed(value)) is not None:
-            text = value if self.choices and isinstance(value, str) else shown(value)
-            raise UsageError(f"{self.flag} {text} is not allowed: give {allowed}")
+            if self.choices and isinstance(value, str):
+                hint = nearest(value, self.choices, otherwise="give one of", cutoff=0.6)
+                raise UsageError(f"{self.flag} {value} is not allowed: {hint}")
+            raise UsageError(f"{self.flag} {shown(value)} is not allowed: give {allowed}")
         if self.validate is not None:
             self.validate(value)
 
