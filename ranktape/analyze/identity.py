@@ -18,6 +18,7 @@ from ranktape.errors import RanktapeError
 from ranktape.fields import INT_FIELDS, OPTIONAL_INT_FIELDS, SAMPLE, field_names
 from ranktape.storage.format.record_info import is_one_sample
 from ranktape.storage.query.columns import StringColumn, equal_rows
+from ranktape.storage.query.filters import expect_list
 from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def with_stacks(by: Sequence[str], *selections: Records) -> tuple[str, ...]:
 
     `source` is added before the first field, and `layer_stack` before `layer_idx`.
     """
+    expect_list(by)
     is_several = any(len(records.sources) > 1 for records in selections)
     sources = (SOURCE,) if by and is_several and SOURCE not in by else ()
     if "layer_idx" not in by or "layer_stack" in by:

@@ -35,7 +35,8 @@ from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names
 from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.report.model import build_model
 from ranktape.analyze.views.report.page import write_report
-from ranktape.storage import Records, Run, open_run
+from ranktape.errors import UsageError
+from ranktape.storage import Run, open_run
 from tests.analyze.report_page import Page
 from tests.analyze.runs import SITES, Tensor, describe_tensor, store
 from tests.analyze.test_report import data_of, unpacked
@@ -85,17 +86,17 @@ def stacked_tensors(*, num_layers: int = 3, iterations: int = 2, factor: float =
 
 LAYER = ["layer_idx"]
 
-QUESTIONS: dict[str, Callable[[Records], Table]] = {
-    "ls": lambda records: ls(records, by=LAYER),
-    "overflow": lambda records: overflow(records, by=LAYER, format="fp8_e4m3"),
-    "overflow_begins": lambda records: overflow(records, by=LAYER, format="fp8_e4m3", first=True),
-    "stats": lambda records: stats(records, by=LAYER),
-    "sample_stats": lambda records: stats(records, by=LAYER, per_sample=True),
-    "neighbours": lambda records: stats(records, by=LAYER, neighbours=True),
-    "distribution": lambda records: distribution(records, kind="exponents", by=LAYER),
-    "sweep": lambda records: sweep(records, format="fp8_e4m3", by=LAYER),
-    "trend": lambda records: trend(records, by=LAYER),
-    "compare": lambda records: compare(records, records, by=LAYER, in_order=True),
+QUESTIONS: dict[str, Callable[..., Table]] = {
+    "ls": lambda records, by=LAYER: ls(records, by=by),
+    "overflow": lambda records, by=LAYER: overflow(records, by=by, format="fp8_e4m3"),
+    "overflow_begins": lambda records, by=LAYER: overflow(records, by=by, format="fp8_e4m3", first=True),
+    "stats": lambda records, by=LAYER: stats(records, by=by),
+    "sample_stats": lambda records, by=LAYER: stats(records, by=by, per_sample=True),
+    "neighbours": lambda records, by=LAYER: stats(records, by=by, neighbours=True),
+    "distribution": lambda records, by=LAYER: distribution(records, kind="exponents", by=by),
+    "sweep": lambda records, by=LAYER: sweep(records, format="fp8_e4m3", by=by),
+    "trend": lambda records, by=LAYER: trend(records, by=by),
+    "compare": lambda records, by=LAYER: compare(records, records, by=by, in_order=True),
 }
 
 
@@ -109,6 +110,12 @@ def rows_of(table: Table) -> list[tuple[Any, ...]]:
     names = [column.name for column in table.columns]
     rows = [tuple(str(row[place]) for place, name in enumerate(names) if name != "layer_stack") for row in table.rows]
     return sorted(rows)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_text_is_no_list_of_fields(run: Run, name: str) -> None:
+    with pytest.raises(UsageError, match=r"'layer_idx' is a text, not a list of fields: give \['layer_idx'\]"):
+        QUESTIONS[name](run.select(), by="layer_idx")
 
 
 @pytest.mark.parametrize("name", QUESTIONS)

@@ -152,6 +152,7 @@ def test_wrong_questions(plain: Run) -> None:
         ({"recipe": []}, "names nothing"),
         ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
         ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
+        ({"by": "rank"}, "'rank' is a text, not a list of fields"),
         ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
     ]
     for options, message in cases:

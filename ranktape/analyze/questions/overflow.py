@@ -72,6 +72,7 @@ from ranktape.storage import Records
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import EXTREMES, TALLY_KINDS, Keep
 from ranktape.storage.query.columns import equal_rows, rows_of
+from ranktape.storage.query.filters import expect_list
 
 SEVERITY_COLUMNS = (
     Column(name="severity", kind=Kind.TEXT),
@@ -517,6 +518,7 @@ def find_places(
         UsageError: no record has samples or blocks, or the stored data of a record is not sufficient.
         UnknownFieldError: `by` names an unknown field of a record.
     """
+    expect_list(by)
     for field in by:
         if field != SAMPLE:
             records.column(field)  # raises an error for an unknown field before anything is read

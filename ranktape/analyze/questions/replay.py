@@ -28,6 +28,7 @@ from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, neare
 from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.places.failures import printable
+from ranktape.storage.query.filters import expect_list
 from ranktape.storage.records.records import SOURCE
 
 ERROR_COLUMNS = (
@@ -127,6 +128,7 @@ def replay(
             records, recipe=recipe, target_sqnr=target_sqnr, target_bits=target_bits, engine=engine
         )
         return _written(planned, plan)
+    expect_list(by)
     asked = _ReplayQuestion(
         recipes=parse_recipes(recipe),
         products=words(product),

@@ -36,6 +36,7 @@ from ranktape.fields import SAMPLE
 from ranktape.storage import Records
 from ranktape.storage.format.record_info import TALLY_KINDS
 from ranktape.storage.format.statistics import Statistics
+from ranktape.storage.query.filters import expect_list
 
 Floats = NDArray[np.float64]
 
@@ -72,6 +73,7 @@ def stats(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such metric, or arguments exclude each other.
     """
+    expect_list(by)
     look, names = view or View.COMPUTE, words(metric)
     has_samples = per_sample or SAMPLE in by
     if neighbours and has_samples:

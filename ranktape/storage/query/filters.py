@@ -116,12 +116,20 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in _COMMA.split(text))
 
 
+def expect_list(names: Iterable[str]) -> None:
+    """Raise `UsageError` for one name in place of a list of names, which would be read as a list of letters."""
+    if isinstance(names, str):
+        raise UsageError(f"{names!r:.60} is a text, not a list of fields: give [{names!r:.60}]")
+
+
 def check_fields(names: Iterable[str], *, known: Collection[str]) -> None:
     """Check that names are fields.
 
     Raises:
         UnknownFieldError: a name is not. The message lists fields with similar names.
+        UsageError: `names` is one name.
     """
+    expect_list(names)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
