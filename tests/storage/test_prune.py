@@ -139,8 +139,8 @@ def test_a_damaged_run_can_be_deleted(path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([], "say what to remove"),
-        (["--keep-last", "1", "--iteration", "0"], "say what to remove"),
+        ([], "give what to remove"),
+        (["--keep-last", "1", "--iteration", "0"], "give what to remove"),
         (["--iteration", "5"], "fits none of the complete iterations"),
         (["--keep-last", "1"], "add --yes"),
     ],

@@ -136,7 +136,7 @@ def test_places_without_anything_are_errors(tmp_path: Path, monkeypatch: pytest.
     for name in "abc":
         (tmp_path / name).mkdir()
     monkeypatch.setattr(runs, "MAX_PLACES", 2)
-    with pytest.raises(UsageError, match="more than 2 names lie below"):
+    with pytest.raises(UsageError, match="more than 2 names below"):
         find_runs(tmp_path)
 
 

@@ -53,16 +53,16 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
         RunNotFoundError: there is no run.
     """
     report = CheckReport(url=backend.url, deep=deep)
-    found = Findings(items=report.findings)
+    findings = Findings(items=report.findings)
     names = backend.list_names("")
-    attempts = _read_attempts(backend, names, found)
-    _check_run_document(backend, found, has_attempts=any(layout.parse_attempt(name) is not None for name in names))
+    attempts = _read_attempts(backend, names, findings)
+    _check_run_document(backend, findings, has_attempts=any(layout.parse_attempt(name) is not None for name in names))
     for name in names:
         if not layout.is_part_of_run(name):
-            found.note(FindingKind.FOREIGN, "no part of a run", key=name)
-    for debris in _list_debris(backend, found):
+            findings.note(FindingKind.FOREIGN, "no part of a run", key=name)
+    for debris in _list_debris(backend, findings):
         size = f" ({debris.nbytes} bytes)" if debris.nbytes else ""
-        found.note(
+        findings.note(
             FindingKind.DEBRIS,
             f"a write that was not ended{size}: it is under way, or its writer was lost",
             key=debris.key,
@@ -84,18 +84,18 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
     return report
 
 
-def _list_debris(backend: Backend, found: Findings) -> list[ObjectInfo]:
+def _list_debris(backend: Backend, findings: Findings) -> list[ObjectInfo]:
     try:
         return backend.list_debris()
     except StorageError as error:
         # Permission to read a run often excludes listing uploads, and some servers cannot list them.
         if error.is_transient:
             raise
-        found.note(FindingKind.UNCHECKED, f"writes that were not ended were not looked for: {error}")
+        findings.note(FindingKind.UNCHECKED, f"writes that were not ended were not looked for: {error}")
         return []
 
 
-def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool) -> None:
+def _check_run_document(backend: Backend, findings: Findings, *, has_attempts: bool) -> None:
     key = layout.document_key("")
     data: bytes | None = None
     try:
@@ -105,15 +105,15 @@ def _check_run_document(backend: Backend, found: Findings, *, has_attempts: bool
     except RunNotFoundError:
         if not has_attempts:
             raise
-        found.error(FindingKind.MISSING, "the run's document is missing: nobody can open the run", key=key)
+        findings.error(FindingKind.MISSING, "the run's document is missing: nobody can open the run", key=key)
     except (DataError, RunFormatError) as error:
         # An intact document of another version or of something else is not checked.
         if not has_attempts or is_document_intact(data or b"", key=key):
             raise
-        found.error(FindingKind.DAMAGED, str(error), key=key)
+        findings.error(FindingKind.DAMAGED, str(error), key=key)
 
 
-def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[Attempt]:
+def _read_attempts(backend: Backend, names: list[str], findings: Findings) -> list[Attempt]:
     attempts = []
     for name in names:
         number = layout.parse_attempt(name)
@@ -123,26 +123,26 @@ def _read_attempts(backend: Backend, names: list[str], found: Findings) -> list[
         try:
             attempt = read_attempt(backend, name)
         except (DataError, RunFormatError) as error:
-            found.error(FindingKind.DAMAGED, f"{error}; nothing of the attempt can be read", attempt=number, key=key)
+            findings.error(FindingKind.DAMAGED, f"{error}; nothing of the attempt can be read", attempt=number, key=key)
             continue
         if attempt is None:
-            _check_without_document(backend, found, name, number)
+            _check_without_document(backend, findings, name, number)
         else:
             attempts.append(attempt)
     return sorted(attempts, key=lambda attempt: (attempt.number, attempt.path))
 
 
-def _check_without_document(backend: Backend, found: Findings, name: str, number: int) -> None:
+def _check_without_document(backend: Backend, findings: Findings, name: str, number: int) -> None:
     """Check an attempt without a document, which readers ignore: its objects are leftovers, except for commits."""
     objects = backend.list_objects(name)
     keys = [layout.parse_key(info.key) for info in objects]
     commits = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
     num_commits = sum(key is not None and key.kind in commits for key in keys)
     if num_commits:
-        what = f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them"
-        found.error(FindingKind.MISSING, what, attempt=number, key=layout.document_key(name))
+        message = f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them"
+        findings.error(FindingKind.MISSING, message, attempt=number, key=layout.document_key(name))
         return
-    found.note(
+    findings.note(
         FindingKind.DEBRIS,
         f"an attempt that did not begin, or that a late writer left: {len(objects)} objects",
         attempt=number,
@@ -159,7 +159,7 @@ class _AttemptCheck:
         self, backend: Backend, attempt: Attempt, *, is_last: bool, leaves: ThreadPoolExecutor, report: CheckReport
     ) -> None:
         self._report = report
-        self._found = Findings(attempt=attempt.number, items=report.findings)
+        self._findings = Findings(attempt=attempt.number, items=report.findings)
         self._is_last = is_last
         self._seen: set[int] = set()
         self._is_enough = False
@@ -176,7 +176,7 @@ class _AttemptCheck:
             leaves=leaves,
         )
         mend = Mend.WRITE_VERDICT if is_last else None
-        document = self._found.read(lambda: self.view.document(self._verdict_key), key=self._verdict_key, mend=mend)
+        document = self._findings.read(lambda: self.view.document(self._verdict_key), key=self._verdict_key, mend=mend)
         self._verdict: dict[str, Any] | None = (document or {}).get("attributes")
         counted = (self._verdict or {}).get("complete")
         self._stated = {step for step in counted if isinstance(step, int)} if isinstance(counted, list) else set()
@@ -187,7 +187,7 @@ class _AttemptCheck:
         # Iterations of earlier attempts need not be complete in this one.
         view.counted = self._stated - earlier
         foreign = "no part of a run"
-        self._name(FindingKind.FOREIGN, dict.fromkeys(view.foreign), foreign, f"objects that are {foreign}")
+        self._note_each(FindingKind.FOREIGN, dict.fromkeys(view.foreign), foreign, f"objects that are {foreign}")
         self._check_documents()
         self._check_presence()
         due = self._work()
@@ -208,9 +208,9 @@ class _AttemptCheck:
                 wrong, results[rank] = job.result()
                 items += wrong
                 work.step()
-            is_cut_off = any(one is not None and one.commit.cut_off for one in results.values())
+            is_cut_off = any(result is not None and result.commit.cut_off for result in results.values())
             report.num_partial += is_cut_off and iteration in view.complete
-            report.num_records += sum(one.commit.num_records for one in results.values() if one is not None)
+            report.num_records += sum(result.commit.num_records for result in results.values() if result is not None)
             items += check_iteration(view, iteration, results)
             # The iteration may have been removed (`--keep-last`) during the check.
             dropped = layout.document_key(layout.dropped_path(view.attempt.path, iteration))
@@ -219,57 +219,59 @@ class _AttemptCheck:
 
     def look_at_verdict(self, complete: set[int], dropped: set[int]) -> None:
         """Check that the verdict agrees with the complete and dropped iterations of this and earlier attempts."""
-        found, attempt, verdict, stated = self._found, self.view.attempt, self._verdict, self._stated
+        findings, attempt, verdict, stated = self._findings, self.view.attempt, self._verdict, self._stated
         key = self._verdict_key
         mend = Mend.WRITE_VERDICT if self._is_last else None
         required = attempt.min_iterations
         if self._is_enough and len(complete | dropped) < required:
             plan = layout.document_key(layout.plan_path(attempt.path))
-            found.note(FindingKind.STALE, f"the plan says enough is complete, {len(complete | dropped)} are", key=plan)
+            findings.note(
+                FindingKind.STALE, f"the plan says enough is complete, {len(complete | dropped)} are", key=plan
+            )
         if not self._is_closed:
             how = "it is being recorded, or its processes were lost" if self._is_last else "its processes were lost"
-            found.note(FindingKind.UNFINISHED, f"no verdict closes the attempt: {how}", key=key)
+            findings.note(FindingKind.UNFINISHED, f"no verdict closes the attempt: {how}", key=key)
         elif verdict is not None and "met" not in verdict:
-            found.note(FindingKind.UNFINISHED, "the verdict was begun and not ended", key=key, mend=mend)
+            findings.note(FindingKind.UNFINISHED, "the verdict was begun and not ended", key=key, mend=mend)
         elif verdict is not None:
             # If an iteration has any objects, its own check has reported it.
-            if gone := sorted(stated - complete - dropped - self._seen):
-                what = f"the verdict counts iterations {gone}, which are not complete"
-                found.error(FindingKind.MISSING, what, key=key)
+            if incomplete := sorted(stated - complete - dropped - self._seen):
+                message = f"the verdict counts iterations {incomplete}, which are not complete"
+                findings.error(FindingKind.MISSING, message, key=key)
             late = sorted((complete | self.view.finishable) - stated)
             if late and self._is_last:
-                what = f"iterations {late} were committed by all ranks after the verdict"
-                found.note(FindingKind.STALE, what, key=key, mend=mend)
+                message = f"iterations {late} were committed by all ranks after the verdict"
+                findings.note(FindingKind.STALE, message, key=key, mend=mend)
             # Iterations removed after the verdict are in it; those removed before it also count for the minimum.
             is_met = (len(stated) >= required, len(stated | dropped) >= required)
             if verdict.get("required") != required or verdict["met"] not in is_met:
-                found.error(FindingKind.STALE, "the verdict does not follow from what it counts", key=key, mend=mend)
+                findings.error(FindingKind.STALE, "the verdict does not follow from what it counts", key=key, mend=mend)
 
-    def _name(self, kind: FindingKind, keys: dict[str, int | None], what: str, rest: str) -> None:
+    def _note_each(self, kind: FindingKind, keys: dict[str, int | None], message: str, plural_message: str) -> None:
         """Add one note for each of the first keys, with its rank if it has one, and one for the rest."""
         for key, rank in itertools.islice(keys.items(), _MAX_NAMED):
-            self._found.note(kind, what, rank=rank, key=key)
+            self._findings.note(kind, message, rank=rank, key=key)
         if len(keys) > _MAX_NAMED:
-            self._found.note(kind, f"{len(keys) - _MAX_NAMED} more {rest}")
+            self._findings.note(kind, f"{len(keys) - _MAX_NAMED} more {plural_message}")
 
     def _check_documents(self) -> None:
         """Check every document that is not part of a commit, and remember the attributes of markers."""
         view = self.view
-        jobs = {key: view.leaves.submit(_remembered, view, key, about.kind) for key, about in view.documents.items()}
+        jobs = {key: view.leaves.submit(_remembered, view, key, parsed.kind) for key, parsed in view.documents.items()}
         for key, job in jobs.items():
-            about = view.documents[key]
+            parsed = view.documents[key]
             try:
                 fields = job.result()
             except (DataError, RunFormatError) as error:
-                if about.mark is not Mark.COMMITTED:
-                    self._found.error(FindingKind.DAMAGED, str(error), key=key)
+                if parsed.mark is not Mark.COMMITTED:
+                    self._findings.error(FindingKind.DAMAGED, str(error), key=key)
                 continue
             if fields is None:  # removed since it was listed, by `--keep-last` for instance
                 continue
-            if about.kind is KeyKind.PLAN:
+            if parsed.kind is KeyKind.PLAN:
                 self._is_enough = fields.get("is_enough") is True
-            if about.mark is not None:
-                view.marks[about.iteration, about.rank][about.mark] = fields
+            if parsed.mark is not None:
+                view.marks[parsed.iteration, parsed.rank][parsed.mark] = fields
 
     def _check_presence(self) -> None:
         """Check the documents that every attempt has, and those that every closed attempt has."""
@@ -277,16 +279,17 @@ class _AttemptCheck:
         ranks = sorted({rank for _, rank in view.groups} - view.ranks[KeyKind.RANK])
         due: list[tuple[str, str, int | None]] = [(f"{path}/{group}", "group", None) for group in layout.ATTEMPT_GROUPS]
         due += [(layout.rank_path(path, rank), "rank", rank) for rank in ranks]
-        for place, what, rank in due:
-            key = layout.document_key(place)
+        for group_path, kind, rank in due:
+            key = layout.document_key(group_path)
             if view.nbytes(key) is None:
-                message = f"the {what}'s document is missing"
-                self._found.error(FindingKind.MISSING, message, rank=rank, key=key)
+                self._findings.error(FindingKind.MISSING, f"the {kind}'s document is missing", rank=rank, key=key)
         if self._is_closed:
             silent = sorted(set(view.attempt.launch.ranks) - view.ranks[KeyKind.CLOSED])
             keys: dict[str, int | None] = {layout.document_key(layout.closed_path(path, rank)): rank for rank in silent}
-            what, rest = "the rank left no last word: it was lost", "ranks left no last word: they were lost"
-            self._name(FindingKind.UNFINISHED, keys, what, rest)
+            message = "the rank did not write that it ended: it was lost"
+            self._note_each(
+                FindingKind.UNFINISHED, keys, message, "ranks did not write that they ended: they were lost"
+            )
 
     def _work(self) -> dict[int, list[int]]:
         """The ranks to check for each iteration."""

@@ -101,18 +101,18 @@ class AttemptView:
     def __post_init__(self) -> None:
         """Sort the listed keys by their kinds."""
         for key in self.objects:
-            found = layout.parse_key(key[len(self.attempt.path) + 1 :])
-            if found is None:
+            parsed = layout.parse_key(key[len(self.attempt.path) + 1 :])
+            if parsed is None:
                 self.foreign.append(key)
-            elif found.kind in {KeyKind.RANK_COMMIT, KeyKind.MEMBER}:
-                self.groups.setdefault((found.iteration, found.rank), []).append(key)
+            elif parsed.kind in {KeyKind.RANK_COMMIT, KeyKind.MEMBER}:
+                self.groups.setdefault((parsed.iteration, parsed.rank), []).append(key)
             else:
-                self.iterations.get(found.kind, set()).add(found.iteration)
-                self.ranks.get(found.kind, set()).add(found.rank)
-                if found.mark is not None:
-                    self.marks.setdefault((found.iteration, found.rank), {})[found.mark] = None
-                if found.kind not in _READ_LATER:
-                    self.documents[key] = found
+                self.iterations.get(parsed.kind, set()).add(parsed.iteration)
+                self.ranks.get(parsed.kind, set()).add(parsed.rank)
+                if parsed.mark is not None:
+                    self.marks.setdefault((parsed.iteration, parsed.rank), {})[parsed.mark] = None
+                if parsed.kind not in _READ_LATER:
+                    self.documents[key] = parsed
 
     @property
     def complete(self) -> set[int]:
@@ -132,14 +132,16 @@ class AttemptView:
         # A listing that is made while ranks write may lack earlier objects.
         return self.backend.size(key) if self.is_open else None
 
-    def has_object(self, found: Findings, key: str, *, nbytes: int | None, what: str, **fields: Any) -> bool:
+    def has_object(self, findings: Findings, key: str, *, nbytes: int | None, subject: str, **fields: Any) -> bool:
         """Whether an object exists and has the size `nbytes`, if given; otherwise a finding is added."""
-        there = self.nbytes(key)
-        if there is None:
-            found.error(FindingKind.MISSING, f"{what} lost: the object is missing", key=key, **fields)
-        elif not there or nbytes not in {None, there}:
+        actual_nbytes = self.nbytes(key)
+        if actual_nbytes is None:
+            findings.error(FindingKind.MISSING, f"{subject} lost: the object is missing", key=key, **fields)
+        elif not actual_nbytes or nbytes not in {None, actual_nbytes}:
             expected = "some" if nbytes is None else nbytes
-            found.error(FindingKind.SIZE, f"the object has {there} bytes instead of {expected}", key=key, **fields)
+            findings.error(
+                FindingKind.SIZE, f"the object has {actual_nbytes} bytes instead of {expected}", key=key, **fields
+            )
         else:
             return True
         return False
@@ -160,12 +162,12 @@ class AttemptView:
             data = self.read(key)
             return None if data is None else decode_stamped(data, key=key, place=self.place(key))
 
-    def expect_document(self, found: Findings, key: str, *, what: str, **fields: Any) -> dict[str, Any] | None:
+    def expect_document(self, findings: Findings, key: str, *, subject: str, **fields: Any) -> dict[str, Any] | None:
         """The document at a key; if it is missing or damaged, a finding is added and the result is None."""
-        num_before = len(found.items)
-        document = found.read(lambda: self.document(key), key=key, **fields)
-        if document is None and len(found.items) == num_before:
-            found.error(FindingKind.MISSING, f"{what} missing", key=key, **fields)
+        num_before = len(findings.items)
+        document = findings.read(lambda: self.document(key), key=key, **fields)
+        if document is None and len(findings.items) == num_before:
+            findings.error(FindingKind.MISSING, f"{subject} missing", key=key, **fields)
         return document
 
 
@@ -192,7 +194,7 @@ class RankResult:
 def check_rank(view: AttemptView, iteration: int, rank: int) -> tuple[list[CheckFinding], RankResult | None]:
     """The findings on one rank's part of an iteration, and its commit; None without a readable commit."""
     check = _RankCheck(view, iteration, rank)
-    return check.found.items, check.look()
+    return check.findings.items, check.look()
 
 
 class _RankCheck:
@@ -206,10 +208,10 @@ class _RankCheck:
         self._group = layout.rank_iteration_path(view.attempt.path, rank, iteration)
         self._key = document_key(self._group)
         self._columns: dict[str, list[Any]] = {}
-        self.found = self._findings()
+        self.findings = self._findings()
 
     def look(self) -> RankResult | None:
-        found, view, key = self.found, self._view, self._key
+        findings, view, key = self.findings, self._view, self._key
         try:
             data = view.read(key)
             if data is None:
@@ -218,13 +220,15 @@ class _RankCheck:
             decode_stamped(data, key=key, place=view.place(key))
             commit = parse_commit(data, place=view.place(key), key=key)
         except (DataError, RunFormatError) as error:
-            found.error(FindingKind.DAMAGED, f"its document cannot be read: {error}", key=key)
+            findings.error(FindingKind.DAMAGED, f"its document cannot be read: {error}", key=key)
             return None
         catalogue = self._look_at_catalogue(commit)
         if catalogue is not None:
             self._columns = catalogued_columns(catalogue)
             self._look_at_members()
-        result = RankResult(commit=commit, catalogue=catalogue, is_whole=not any(one.is_error for one in found.items))
+        result = RankResult(
+            commit=commit, catalogue=catalogue, is_whole=not any(finding.is_error for finding in findings.items)
+        )
         self._look_at_marker(result)
         return result
 
@@ -233,119 +237,131 @@ class _RankCheck:
         return Findings(attempt=self._view.attempt.number, iteration=iteration, rank=rank)
 
     def _look_at_uncommitted(self) -> None:
-        found, view, keys = self.found, self._view, self._keys
+        findings, view, keys = self.findings, self._view, self._keys
         place = {"key": f"{self._group}/", "modified": max((view.objects[key].modified for key in keys), default=0.0)}
         if Mark.COMMITTED in self._marks or self._place[0] in view.complete:
-            says = "the rank has committed it" if Mark.COMMITTED in self._marks else "the iteration is complete"
-            what = f"{says}, but the document of the rank's commit is missing"
-            found.error(FindingKind.MISSING, what, key=self._key)
+            reason = "the rank has committed it" if Mark.COMMITTED in self._marks else "the iteration is complete"
+            message = f"{reason}, but the document of the rank's commit is missing"
+            findings.error(FindingKind.MISSING, message, key=self._key)
         elif keys and (waits := (self._marks.get(Mark.FAILED) or {}).get(SPILLED_KEY)) is not None:
             # The objects here are a part of the iteration and must not be removed before the rest is pushed.
-            what = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
-            found.note(FindingKind.UNFINISHED, what, **place)
+            message = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
+            findings.note(FindingKind.UNFINISHED, message, **place)
         elif keys:
             nbytes = sum(view.objects[name].nbytes for name in keys)
-            what = f"{len(keys)} objects ({nbytes} bytes) of an iteration that the rank has not committed"
-            what += ": it is being recorded, or its processes were lost" if view.is_open else ""
+            message = f"{len(keys)} objects ({nbytes} bytes) of an iteration that the rank has not committed"
+            message += ": it is being recorded, or its processes were lost" if view.is_open else ""
             kind = FindingKind.UNFINISHED if view.is_open else FindingKind.DEBRIS
-            found.note(kind, what, mend=Mend.REMOVE_OBJECTS, **place)
+            findings.note(kind, message, mend=Mend.REMOVE_OBJECTS, **place)
 
     def _look_at_marker(self, result: RankResult) -> None:
-        found, view = self.found, self._view
+        findings, view = self.findings, self._view
         key = document_key(layout.marker_path(view.attempt.path, *self._place, Mark.COMMITTED))
         fields: dict[str, Any] = {"key": key, "mend": Mend.RESTORE_MARKER if result.is_whole else None}
         if Mark.COMMITTED in self._marks:
-            words = self._marks[Mark.COMMITTED]
-            if words is None:
-                found.error(FindingKind.DAMAGED, "the rank's marker is not what was written", **fields)
-            elif words.get("commit") != result.commit.checksum:
-                what = f"the rank's marker is of the commit {words.get('commit')}, there is {result.commit.checksum}"
-                found.error(FindingKind.MISMATCH, what, **fields)
+            marker = self._marks[Mark.COMMITTED]
+            if marker is None:
+                findings.error(FindingKind.DAMAGED, "the rank's marker is not what was written", **fields)
+            elif marker.get("commit") != result.commit.checksum:
+                message = (
+                    f"the rank's marker is of the commit {marker.get('commit')}, there is {result.commit.checksum}"
+                )
+                findings.error(FindingKind.MISMATCH, message, **fields)
         elif view.nbytes(key) is None:
-            what = "the rank's commit is there, its marker is"
+            message = "the rank's commit is there, its marker is"
             if self._place[0] in view.complete:
-                found.error(FindingKind.MISSING, f"{what} missing", **fields)
+                findings.error(FindingKind.MISSING, f"{message} missing", **fields)
             else:
-                what += " not yet: it is being recorded, or the rank was lost"
-                found.note(FindingKind.UNFINISHED, what, **fields)
+                message += " not yet: it is being recorded, or the rank was lost"
+                findings.note(FindingKind.UNFINISHED, message, **fields)
 
     def _look_at_catalogue(self, commit: RankCommit) -> Catalogue | None:
         """The catalogue of the rank; None if it is not the committed one."""
-        found, view, path = self.found, self._view, f"{self._group}/{layout.CATALOGUE}"
-        document = view.expect_document(found, document_key(path), what="the document of the rank's catalogue is")
-        what = "the rank's catalogue is"
-        catalogue = read_catalogue(view, found, path, document, what=what, expected=commit.catalogue)
+        findings, view, path = self.findings, self._view, f"{self._group}/{layout.CATALOGUE}"
+        document = view.expect_document(findings, document_key(path), subject="the document of the rank's catalogue is")
+        message = "the rank's catalogue is"
+        catalogue = read_catalogue(view, findings, path, document, subject=message, expected=commit.catalogue)
         if catalogue is None:
             return None
         stated, actual = commit.nbytes, sum(values_of(catalogue.column("nbytes")))
         if (catalogue.num_rows, actual) == (commit.num_records, stated):
             return catalogue
-        what = f"it says {commit.num_records} records of {stated} bytes, its catalogue has {catalogue.num_rows}"
-        found.error(FindingKind.MISMATCH, f"{what} of {actual} bytes", key=self._key)
+        message = f"it says {commit.num_records} records of {stated} bytes, its catalogue has {catalogue.num_rows}"
+        findings.error(FindingKind.MISMATCH, f"{message} of {actual} bytes", key=self._key)
         return None
 
     def _look_at_members(self) -> None:
         """Check all arrays that the catalogue names, and the other objects beside them."""
-        found, view, group = self.found, self._view, self._group
+        findings, view, group = self.findings, self._view, self._group
         rows: dict[str, list[int]] = {}
         for row, (stack, site) in enumerate(zip(self._columns["stack"], self._columns["site"], strict=True)):
             rows.setdefault(stack or site, []).append(row)
         jobs = [view.leaves.submit(self._look_at_array, name, some) for name, some in rows.items()]
         catalogue = f"{group}/{layout.CATALOGUE}"
         expected = {self._key, document_key(catalogue), blob_key(catalogue)}
-        for parent in sorted({document_key(f"{group}/{one}") for name in rows for one in layout.parents_of(name)}):
+        for parent in sorted(
+            {document_key(f"{group}/{parent_path}") for name in rows for parent_path in layout.parents_of(name)}
+        ):
             expected.add(parent)
-            view.expect_document(found, parent, what="the document of a group between tensors is")
+            view.expect_document(findings, parent, subject="the document of a group between tensors is")
         for job in jobs:
             items, keys = job.result()
-            found.items += items
+            findings.items += items
             expected |= keys
         # The values of an array whose document is lost must not be removed.
-        lost = tuple(f"{one.key.removesuffix(DOCUMENT)}c" for one in found.items if one.is_error)
+        lost = tuple(
+            f"{parent_path.key.removesuffix(DOCUMENT)}c" for parent_path in findings.items if parent_path.is_error
+        )
         for key in self._keys:
             if key not in expected and not key.startswith(lost):
-                about = {"mend": Mend.REMOVE_OBJECTS, "modified": view.objects[key].modified}
-                found.note(FindingKind.DEBRIS, "an object that the commit does not name", key=key, **about)
+                fields = {"mend": Mend.REMOVE_OBJECTS, "modified": view.objects[key].modified}
+                findings.note(FindingKind.DEBRIS, "an object that the commit does not name", key=key, **fields)
 
     def _look_at_array(self, name: str, rows: list[int]) -> tuple[list[CheckFinding], set[str]]:
         """The findings on one array of the commit, and the keys of its objects."""
-        found, view, columns = self._findings(), self._view, self._columns
+        findings, view, columns = self._findings(), self._view, self._columns
         path, key = f"{self._group}/{name}", document_key(f"{self._group}/{name}")
         rows = sorted(rows, key=columns["index"].__getitem__)
         fields: dict[str, Any] = {"key": key, "record": "" if columns["stack"][rows[0]] else name}
-        document = view.expect_document(found, what="the document of its array is", **fields)
+        document = view.expect_document(findings, subject="the document of its array is", **fields)
         if document is None:
-            return found.items, {key}
+            return findings.items, {key}
         try:
             stored = parse_array(document, path=path, place=view.place(key))
-            said = documented_columns(stored.attributes, name=name)
+            documented = documented_columns(stored.attributes, name=name)
         except _MALFORMED as error:
-            what = f"its document is not one of an array of tensors: {error}"
-            found.error(FindingKind.DAMAGED, what, **fields)
-            return found.items, {key}
-        wrong = [column for column, values in said.items() if values != [columns[column][row] for row in rows]]
+            subject = f"its document is not one of an array of tensors: {error}"
+            findings.error(FindingKind.DAMAGED, subject, **fields)
+            return findings.items, {key}
+        wrong = [column for column, values in documented.items() if values != [columns[column][row] for row in rows]]
         is_stack = "captures" in stored.attributes
         if wrong or (is_stack and len(rows) != stored.shape[0]):
-            about = f"in {', '.join(wrong[:_MAX_NAMED])}" if wrong else "in the number of tensors"
-            what = f"the document of its array and the rank's catalogue differ {about}"
-            found.error(FindingKind.MISMATCH, what, **fields)
+            differences = f"in {', '.join(wrong[:_MAX_NAMED])}" if wrong else "in the number of tensors"
+            subject = f"the document of its array and the rank's catalogue differ {differences}"
+            findings.error(FindingKind.MISMATCH, subject, **fields)
         if math.prod(stored.shape):
-            what = f"the values of {len(rows)} tensors are" if len(rows) > 1 else "its values are"
-            fields |= {"key": stored.key, "nbytes": stored.object_nbytes(), "what": what}
-            if view.has_object(found, **fields) and view.deep and not wrong:
+            subject = f"the values of {len(rows)} tensors are" if len(rows) > 1 else "its values are"
+            fields |= {"key": stored.key, "nbytes": stored.object_nbytes(), "subject": subject}
+            if view.has_object(findings, **fields) and view.deep and not wrong:
                 names = [(columns["site"][row], columns["checksum"][row]) for row in rows]
                 with view.memory.taken(2 * (view.nbytes(stored.key) or 0)):
-                    found.read(functools.partial(_read_values, view, found, stored, names), key=stored.key)
-        return found.items, {key, stored.key}
+                    findings.read(functools.partial(_read_values, view, findings, stored, names), key=stored.key)
+        return findings.items, {key, stored.key}
 
 
 def read_catalogue(
-    view: AttemptView, found: Findings, path: str, document: Mapping[str, Any] | None, *, what: str, expected: str = ""
+    view: AttemptView,
+    findings: Findings,
+    path: str,
+    document: Mapping[str, Any] | None,
+    *,
+    subject: str,
+    expected: str = "",
 ) -> Catalogue | None:
     """The catalogue at a path after every column has been read; None if it is damaged."""
     key, place = blob_key(path), view.place(blob_key(path))
     nbytes = None if document is None else blob_nbytes(document) or -1
-    if not view.has_object(found, key, nbytes=nbytes, what=what):
+    if not view.has_object(findings, key, nbytes=nbytes, subject=subject):
         return None
 
     def read() -> Catalogue:
@@ -362,10 +378,10 @@ def read_catalogue(
         return catalogue
 
     with view.memory.taken(2 * (view.nbytes(key) or 0)):
-        return found.read(read, key=key)
+        return findings.read(read, key=key)
 
 
-def _read_values(view: AttemptView, found: Findings, stored: StoredArray, names: Sequence[tuple[str, int]]) -> None:
+def _read_values(view: AttemptView, findings: Findings, stored: StoredArray, names: Sequence[tuple[str, int]]) -> None:
     """Compare all values of an array with the checksums of its records."""
     is_stack = "captures" in stored.attributes
     try:
@@ -379,11 +395,11 @@ def _read_values(view: AttemptView, found: Findings, stored: StoredArray, names:
             reasons = [str(error)]
     damaged = [(name, reason) for (name, _), reason in zip(names, reasons, strict=False) if reason]
     for name, reason in damaged[:_MAX_NAMED]:
-        found.error(FindingKind.DAMAGED, reason, key=stored.key, record=name)
-    if rest := damaged[_MAX_NAMED:]:
-        listed = ", ".join(name for name, _ in rest)
-        what = f"{len(rest)} more tensors of the object are damaged: {listed}"
-        found.error(FindingKind.DAMAGED, what, key=stored.key)
+        findings.error(FindingKind.DAMAGED, reason, key=stored.key, record=name)
+    if not_listed := damaged[_MAX_NAMED:]:
+        listed = ", ".join(name for name, _ in not_listed)
+        message = f"{len(not_listed)} more tensors of the object are damaged: {listed}"
+        findings.error(FindingKind.DAMAGED, message, key=stored.key)
 
 
 def _try(view: AttemptView, stored: StoredArray, index: int, stated: int) -> str:
@@ -394,65 +410,69 @@ def _try(view: AttemptView, stored: StoredArray, index: int, stated: int) -> str
 
 
 def _differs(array: np.ndarray[Any, Any], stated: int) -> str:
-    there, expected = checksum(array), crc_text(stated)
-    return "" if there == expected else f"the values are not those captured: their checksum is {there}, not {expected}"
+    actual, expected = checksum(array), crc_text(stated)
+    return (
+        "" if actual == expected else f"the values are not those captured: their checksum is {actual}, not {expected}"
+    )
 
 
 def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, RankResult | None]) -> list[CheckFinding]:
     """The findings on the commit of an iteration, given the results for its ranks."""
-    found = Findings(attempt=view.attempt.number, iteration=iteration)
+    findings = Findings(attempt=view.attempt.number, iteration=iteration)
     opened = document_key(layout.opened_path(view.attempt.path, iteration))
     is_opened = iteration in view.iterations[KeyKind.OPENED]
     has_marks = any(step == iteration for step, _ in view.marks)
     if iteration in view.dropped:
         if has_marks or is_opened or iteration in view.complete or any(step == iteration for step, _ in view.groups):
-            what = "the iteration was removed to keep the run small, and parts of it are left"
+            message = "the iteration was removed to keep the run small, and parts of it are left"
             key = document_key(layout.dropped_path(view.attempt.path, iteration))
-            found.note(FindingKind.DEBRIS, what, key=key, mend=Mend.FINISH_REMOVAL)
-        return found.items
+            findings.note(FindingKind.DEBRIS, message, key=key, mend=Mend.FINISH_REMOVAL)
+        return findings.items
     if has_marks and not is_opened and view.nbytes(opened) is None:
         # Another process writes the document and may have died before. No reader needs it.
-        what = "ranks have left markers, but the document that says that it was begun is missing"
-        found.note(FindingKind.UNFINISHED, what, key=opened)
+        message = "ranks have left markers, but the document that says that it was begun is missing"
+        findings.note(FindingKind.UNFINISHED, message, key=opened)
     ranks = view.attempt.launch.ranks
     known = {rank: result for rank in ranks if (result := results.get(rank)) is not None}
     can_finish = len(known) == len(ranks) and all(result.is_whole for result in known.values())
     key = document_key(layout.iteration_path(view.attempt.path, iteration))
     if view.nbytes(key) is None:
-        _check_missing(view, found, results, key=key, can_finish=can_finish)
-        return found.items
+        _check_missing(view, findings, results, key=key, can_finish=can_finish)
+        return findings.items
     num_absent = len(set(ranks) - results.keys())
     if num_absent and not view.is_open:
-        found.error(FindingKind.MISSING, f"the iteration is complete, but {num_absent} more ranks have no commit in it")
-    _check_complete(view, found, known if len(known) == len(ranks) else None, key=key)
-    return found.items
+        findings.error(
+            FindingKind.MISSING, f"the iteration is complete, but {num_absent} more ranks have no commit in it"
+        )
+    _check_complete(view, findings, known if len(known) == len(ranks) else None, key=key)
+    return findings.items
 
 
 def _check_missing(
-    view: AttemptView, found: Findings, results: Mapping[int, RankResult | None], *, key: str, can_finish: bool
+    view: AttemptView, findings: Findings, results: Mapping[int, RankResult | None], *, key: str, can_finish: bool
 ) -> None:
     """Check an iteration without an iteration commit."""
     mend = Mend.FINISH_ITERATION if can_finish else None
-    assert found.iteration is not None
+    assert findings.iteration is not None
     if can_finish:
-        view.finishable.add(found.iteration)
-    if found.iteration in view.counted:
-        what = "the verdict counts it, but the iteration commit is missing"
-        found.error(FindingKind.MISSING, what, key=key, mend=mend)
+        view.finishable.add(findings.iteration)
+    if findings.iteration in view.counted:
+        message = "the verdict counts it, but the iteration commit is missing"
+        findings.error(FindingKind.MISSING, message, key=key, mend=mend)
     elif can_finish:
-        what = "all ranks have committed it, and the iteration commit is not there: readers do not see it"
-        found.note(FindingKind.UNFINISHED, what, key=key, mend=mend)
+        message = "all ranks have committed it, and the iteration commit is not there: readers do not see it"
+        findings.note(FindingKind.UNFINISHED, message, key=key, mend=mend)
     elif without := [rank for rank in view.attempt.launch.ranks if results.get(rank) is None]:
         given_up = {Mark.SKIPPED, Mark.FAILED}
-        num_lost = sum(bool(given_up & view.marks.get((found.iteration, rank), {}).keys()) for rank in without)
+        num_lost = sum(bool(given_up & view.marks.get((findings.iteration, rank), {}).keys()) for rank in without)
         verb = "has not committed it" if len(without) == 1 else "have not committed it"
         more = f" ({num_lost} skipped or failed)" if num_lost else ""
-        found.note(FindingKind.UNFINISHED, f"not complete: {_ranks(without)} {verb}{more}")
+        findings.note(FindingKind.UNFINISHED, f"not complete: {_ranks(without)} {verb}{more}")
 
 
-def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, RankResult] | None, *, key: str) -> None:
+def _check_complete(view: AttemptView, findings: Findings, known: Mapping[int, RankResult] | None, *, key: str) -> None:
     """Check the commit of an iteration; `known` are the commits of all ranks, None if one is missing."""
-    document = view.expect_document(found, key, what="the iteration commit is")
+    document = view.expect_document(findings, key, subject="the iteration commit is")
     if document is None:
         return
     attributes = document.get("attributes", {})
@@ -460,31 +480,33 @@ def _check_complete(view: AttemptView, found: Findings, known: Mapping[int, Rank
     for name in SUMMARY if known is not None else ():
         # An early version did not write checksums of commits.
         if attributes.get(name) != actual.get(name) and (name != "commits" or name in attributes):
-            what = f"{name} of the iteration commit does not match the commits of the ranks"
-            found.error(FindingKind.MISMATCH, what, key=key)
-    path = layout.iteration_path(view.attempt.path, found.iteration or 0)
-    catalogue = read_catalogue(view, found, path, document, what="the iteration's catalogue is")
+            message = f"{name} of the iteration commit does not match the commits of the ranks"
+            findings.error(FindingKind.MISMATCH, message, key=key)
+    path = layout.iteration_path(view.attempt.path, findings.iteration or 0)
+    catalogue = read_catalogue(view, findings, path, document, subject="the iteration's catalogue is")
     if catalogue is None or known is None:
         return
     parts = [result.catalogue for result in known.values() if result.catalogue is not None]
     if len(parts) == len(known) and (difference := first_difference(parts, catalogue)):
-        what = f"the iteration's catalogue is not that of its ranks: {difference}"
-        found.error(FindingKind.MISMATCH, what, key=blob_key(path))
+        message = f"the iteration's catalogue is not that of its ranks: {difference}"
+        findings.error(FindingKind.MISMATCH, message, key=blob_key(path))
 
 
-def first_difference(parts: Sequence[RecordTable], whole: RecordTable) -> str:
+def first_difference(parts: Sequence[RecordTable], merged: RecordTable) -> str:
     """Where the concatenated rows of some catalogues differ from those of another; empty if they are equal."""
     num_rows = sum(part.num_rows for part in parts)
-    if num_rows != whole.num_rows:
-        return f"{whole.num_rows} records instead of {num_rows}"
+    if num_rows != merged.num_rows:
+        return f"{merged.num_rows} records instead of {num_rows}"
     for name in KINDS:
-        column = concatenate([*(part.column(name) for part in parts), whole.column(name)])
+        column = concatenate([*(part.column(name) for part in parts), merged.column(name)])
         values = column.codes if isinstance(column, StringColumn) else column
         left, right = values[:num_rows], values[num_rows:]
         differs = (left != right) & ((left == left) | (right == right))  # noqa: PLR0124  # NaN is not itself
         if differs.any():
             row = int(np.flatnonzero(differs)[0])
-            where = " ".join(str(values_of(rows_of(whole.column(one), np.array([row])))[0]) for one in ("rank", "site"))
+            where = " ".join(
+                str(values_of(rows_of(merged.column(field), np.array([row])))[0]) for field in ("rank", "site")
+            )
             return f"{name} of {int(differs.sum())} records differs, first of rank {where}"
     return ""
 

@@ -148,8 +148,8 @@ def list_run(source: Backend) -> tuple[list[Item], list[str]]:
         elif layout.parse_attempt(name) is None or not source.exists(layout.document_key(name)):
             left_out.append(name)
         else:
-            taken, passed = _list_attempt(source, name)
-            items += taken
+            committed_part, passed = _list_attempt(source, name)
+            items += committed_part
             left_out += passed
     return items, left_out
 
@@ -165,27 +165,27 @@ def _list_attempt(source: Backend, attempt: str) -> tuple[list[Item], list[str]]
     left_out = []
     for info in source.list_objects(attempt):
         key = f"{attempt}/{info.key}"
-        found = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
+        parsed = layout.parse_key(info.key) or AttemptKey(KeyKind.MEMBER)
         # No key may lead out of the target directory.
         is_odd = any(part in {"", ".", ".."} or "\0" in part or "\\" in part for part in info.key.split("/"))
-        if is_odd or (committed is not None and not _is_committed(found, committed)):
+        if is_odd or (committed is not None and not _is_committed(parsed, committed)):
             left_out.append(key)
             continue
-        iteration = (attempt, found.iteration) if found.iteration >= 0 else None
-        items.append(Item(key=key, nbytes=info.nbytes, kind=found.kind, iteration=iteration))
+        iteration = (attempt, parsed.iteration) if parsed.iteration >= 0 else None
+        items.append(Item(key=key, nbytes=info.nbytes, kind=parsed.kind, iteration=iteration))
     return items, left_out
 
 
-def _is_committed(found: AttemptKey, committed: Collection[AttemptKey | None]) -> bool:
-    match found.kind:
+def _is_committed(parsed: AttemptKey, committed: Collection[AttemptKey | None]) -> bool:
+    match parsed.kind:
         case KeyKind.VERDICT:
             return False
         case KeyKind.MARKER | KeyKind.OPENED | KeyKind.ITERATION_COMMIT:
-            return found in committed
+            return parsed in committed
         case KeyKind.ITERATION_CATALOGUE:
-            return AttemptKey(KeyKind.ITERATION_COMMIT, found.iteration) in committed
-        case KeyKind.MEMBER | KeyKind.RANK_COMMIT if found.iteration >= 0:
-            return AttemptKey(KeyKind.MARKER, found.iteration, found.rank, layout.Mark.COMMITTED) in committed
+            return AttemptKey(KeyKind.ITERATION_COMMIT, parsed.iteration) in committed
+        case KeyKind.MEMBER | KeyKind.RANK_COMMIT if parsed.iteration >= 0:
+            return AttemptKey(KeyKind.MARKER, parsed.iteration, parsed.rank, layout.Mark.COMMITTED) in committed
     return True
 
 
@@ -193,11 +193,11 @@ def _check_target(source: Backend, target: Backend, *, document: bytes | None) -
     inner, outer = f"{target.url}/", f"{source.url}/"
     if inner.startswith(outer) or outer.startswith(inner):
         raise UsageError(f"{target.url} is or lies in {source.url}, or the other way round: copy to another place")
-    there = read_run(target)
-    if there is not None and there != document:
+    existing = read_run(target)
+    if existing is not None and existing != document:
         raise RunExistsError(f"another run, or something else, is at {target.url}: choose another URL")
-    ours = set(source.list_names(""))
-    foreign = [] if there is not None else [name for name in target.list_names("") if name not in ours]
+    source_names = set(source.list_names(""))
+    foreign = [] if existing is not None else [name for name in target.list_names("") if name not in source_names]
     if foreign:
         raise RunExistsError(
             f"{target.url} is not empty and holds no copy of the run (there is {foreign[0]!r}): choose another URL"
@@ -293,28 +293,28 @@ def copy_records(
     """
     if not len(records):
         raise NoRecordsError(f"no record of {run.url} fits {filters}: nothing is copied")
-    iterations = tuple(sorted({int(one) for one in records.column("iteration")}))
+    iterations = tuple(sorted({int(iteration) for iteration in records.column("iteration")}))
     size = max(attempt.launch.world_size for attempt in read_attempts(source))
     launch = Launch(launch_id=f"copy-{uuid.uuid4().hex}", restart=0, world_size=size)
     options = {"min_iterations": len(iterations), "copied_from": run.url, "filters": filters}
     work, num_left_out = Work(on_progress, len(records)), 0
     with claim_run(target, launch=launch, resume=False, overwrite=False):
-        about: dict[str, Any] = {"options": options, "environment": run.attributes.get("environment") or {}}
-        attempt = begin_attempt(target, launch=launch, resume=False, overwrite=False, **about)
+        attributes: dict[str, Any] = {"options": options, "environment": run.attributes.get("environment") or {}}
+        attempt = begin_attempt(target, launch=launch, resume=False, overwrite=False, **attributes)
         writers = [RankWriter(target, attempt=attempt, rank=rank, environment={}) for rank in range(size)]
         for iteration in iterations:
             open_iteration(target, attempt=attempt, iteration=iteration)
             chosen, everything = records.select(iteration=iteration), run.select(iteration=iteration)
             for rank, writer in enumerate(writers):
-                own = chosen.select(rank=rank)
-                for record in own:
+                of_rank = chosen.select(rank=rank)
+                for record in of_rank:
                     values = record.read()
                     writer.write(values, info=dataclasses.replace(record.info, attempt=attempt.number))
                     work.step()
-                rest = len(everything.select(rank=rank)) - len(own)
-                reason = f"{rest} records were left out of the copy: {filters}"
-                writer.commit(iteration, expected=[], silent_sites={LEFT_OUT: reason} if rest else {})
-                num_left_out += rest
+                num_others = len(everything.select(rank=rank)) - len(of_rank)
+                reason = f"{num_others} records were left out of the copy: {filters}"
+                writer.commit(iteration, expected=[], silent_sites={LEFT_OUT: reason} if num_others else {})
+                num_left_out += num_others
             finish_iteration(target, attempt=attempt, iteration=iteration)
         for writer in writers:
             writer.close(reason="everything was copied")
@@ -377,8 +377,8 @@ def find_spills(directory: Path) -> list[Spill]:
         origin = read_as(backend, "", _Origin)
         if origin is None:
             raise StorageError(f"{folder} has no {layout.DOCUMENT} of a run: remove it, or give another folder")
-        url, found = origin.spilled_from, map(layout.parse_key, backend.list_keys(folder.name))
-        ranks = {key.rank for key in found if key is not None and key.rank >= 0}
+        url, parsed = origin.spilled_from, map(layout.parse_key, backend.list_keys(folder.name))
+        ranks = {key.rank for key in parsed if key is not None and key.rank >= 0}
         # Without a rank, the only objects that the store lacks are those that note the start of iterations.
         spills += [Spill(folder=folder, url=url, attempt=folder.name, rank=rank) for rank in sorted(ranks) or [0]]
     return spills
@@ -414,20 +414,20 @@ class _Push:
     def push(self) -> None:
         """Push each iteration, then the other objects, write iteration commits, and update the verdict."""
         rank = self._spill.rank
-        for iteration in sorted({found.iteration for found in self._keys().values() if found.rank == rank} - {-1}):
+        for iteration in sorted({parsed.iteration for parsed in self._keys().values() if parsed.rank == rank} - {-1}):
             self._push_iteration(iteration)
-        others = {
-            key: found
-            for key, found in self._keys().items()
-            if found.kind is KeyKind.OPENED or (found.kind is KeyKind.CLOSED and found.rank == rank)
+        deletable = {
+            key: parsed
+            for key, parsed in self._keys().items()
+            if parsed.kind is KeyKind.OPENED or (parsed.kind is KeyKind.CLOSED and parsed.rank == rank)
         }
-        for key in others:
+        for key in deletable:
             if self._target.size(key) is None:
                 self._copy(key)
         if not self._keep:
-            is_staying = any(found.rank == rank for key, found in self._keys().items() if key not in others)
+            is_staying = any(parsed.rank == rank for key, parsed in self._keys().items() if key not in deletable)
             # If iterations stay, so does the document that the rank has closed.
-            due = [key for key, found in others.items() if found.kind is KeyKind.OPENED or not is_staying]
+            due = [key for key, parsed in deletable.items() if parsed.kind is KeyKind.OPENED or not is_staying]
             self._source.delete_keys(due)
         self.report.finished = finish_ready(self._target, self._attempt, problems=self.report.problems)
         if self.report.finished and self._target.exists(document_key(layout.verdict_path(self._attempt.path))):
@@ -441,7 +441,7 @@ class _Push:
         """The parsed keys of the attempt in the directory."""
         attempt = self._attempt.path
         parsed = ((f"{attempt}/{key}", layout.parse_key(key)) for key in self._source.list_keys(attempt))
-        return {key: found for key, found in parsed if found is not None}
+        return {key: parsed_key for key, parsed_key in parsed if parsed_key is not None}
 
     def _push_iteration(self, iteration: int) -> None:
         """Push one iteration. A damaged one stays in the directory and is named in the report."""
@@ -461,8 +461,8 @@ class _Push:
         elif read_document(self._target, group, max_nbytes=MAX_COMMIT_NBYTES) is None:
             report.uncommitted.append(iteration)
         if not self._keep:
-            own = [key for key, found in self._keys().items() if (found.iteration, found.rank) == (iteration, rank)]
-            self._source.delete_keys([key for key in own if key != document_key(group)])
+            keys = [key for key, parsed in self._keys().items() if (parsed.iteration, parsed.rank) == (iteration, rank)]
+            self._source.delete_keys([key for key in keys if key != document_key(group)])
             self._source.delete_keys([document_key(group)])
 
     def _is_settled(self, iteration: int) -> bool:
@@ -475,13 +475,13 @@ class _Push:
     def _push_committed(self, iteration: int, *, group: str, commit: bytes) -> None:
         key = document_key(group)
         # Checksums are compared before anything is pushed.
-        said = parse_commit(commit, place=f"{self._source.url}/{key}", key=key)
+        committed = parse_commit(commit, place=f"{self._source.url}/{key}", key=key)
         values = [f"{group}/{name}" for name in self._source.list_keys(group) if name != layout.DOCUMENT]
         for_each(self._copy, values)
         self._target.flush()
-        catalogue = open_rank_catalogue(self._target, self._attempt.path, self._spill.rank, iteration, said)
-        places = zip(*(values_of(catalogue.column(name)) for name in ("stack", "site")), strict=True)
-        arrays = {f"{group}/{stack or site}" for stack, site in places}
+        catalogue = open_rank_catalogue(self._target, self._attempt.path, self._spill.rank, iteration, committed)
+        stack_sites = zip(*(values_of(catalogue.column(name)) for name in ("stack", "site")), strict=True)
+        arrays = {f"{group}/{stack or site}" for stack, site in stack_sites}
         for_each(lambda path: read_stored(self._target, open_stored(self._target, path)), arrays)
         self._copy(key)
         self._target.flush()

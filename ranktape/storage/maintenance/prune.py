@@ -67,30 +67,30 @@ def prune_run(
         UsageError: neither or both of `keep_last` and `iteration` are given, or no complete iteration matches.
     """
     if (keep_last is None) == (iteration is None):
-        raise UsageError("say what to remove, in one way: --keep-last N, or --iteration with a filter such as 0-3")
+        raise UsageError("give what to remove in one way: --keep-last N, or --iteration with a filter such as 0-3")
     expect_least(0, keep_last=keep_last)
     run_attributes(read_run(backend), place=backend.url)
     with contextlib.nullcontext() if dry_run else _lease(backend):
         attempts = read_attempts(backend)
         # An iteration that was cut off is partial. It does not count, and is removed only if it is named.
         among = complete_iterations if keep_last is None else whole_iterations
-        places = [(attempt, one) for attempt in attempts for one in among(backend, attempt)]
-        complete = sorted({one for _, one in places})
+        candidates = [(attempt, number) for attempt in attempts for number in among(backend, attempt)]
+        complete = sorted({number for _, number in candidates})
         removed = _chosen(complete, keep_last=keep_last, iteration=iteration)
-        due = [place for place in places if place[1] in removed]
+        due = [candidate for candidate in candidates if candidate[1] in removed]
         if not dry_run:
             for attempt in attempts:
                 finish_drops(backend, attempt=attempt)
             work = Work(on_progress, len(due))
-            for attempt, one in due:
-                drop_iteration(backend, attempt=attempt, iteration=one)
+            for attempt, number in due:
+                drop_iteration(backend, attempt=attempt, iteration=number)
                 work.step()
             backend.flush()
     return PruneReport(
         url=backend.url,
         dry_run=dry_run,
         removed=tuple(sorted(removed)),
-        kept=tuple(one for one in complete if one not in removed),
+        kept=tuple(number for number in complete if number not in removed),
     )
 
 
@@ -122,7 +122,7 @@ def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None
         return set(complete[: max(0, len(complete) - keep_last)])
     wanted = parse_filter("iteration", iteration or "")
     mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
-    removed = {one for one, is_wanted in zip(complete, mask, strict=True) if is_wanted}
+    removed = {number for number, is_wanted in zip(complete, mask, strict=True) if is_wanted}
     if not removed:
         raise UsageError(f"--iteration {iteration} fits none of the complete iterations of the run: {complete}")
     return removed

@@ -88,8 +88,10 @@ def repair_run(
         url=backend.url,
         dry_run=dry_run,
         done=tuple(done),
-        young=tuple(one for one in report.findings if one.mend is not None and one not in allowed),
-        left=tuple(one for one in report.errors if one.mend is None or (one in allowed and not dry_run)),
+        young=tuple(finding for finding in report.findings if finding.mend is not None and finding not in allowed),
+        left=tuple(
+            finding for finding in report.errors if finding.mend is None or (finding in allowed and not dry_run)
+        ),
     )
 
 
@@ -118,9 +120,9 @@ def _mend(backend: Backend, finding: CheckFinding, attempts: Mapping[str, Attemp
     if finding.mend is Mend.REMOVE_OBJECTS:
         return _remove(backend, finding.key)
     if finding.mend is Mend.REMOVE_DEBRIS:
-        found = [debris for debris in backend.list_debris() if debris.key == finding.key]
-        backend.remove_debris(found)
-        return bool(found)
+        leftovers = [debris for debris in backend.list_debris() if debris.key == finding.key]
+        backend.remove_debris(leftovers)
+        return bool(leftovers)
     attempt = attempts[finding.key.partition("/")[0]]
     if finding.mend is Mend.WRITE_VERDICT:
         judge_again(backend, attempt)

@@ -90,23 +90,23 @@ def find_runs(
     """
     expect_least(0, depth=max_depth)
     backend = open_backend(url, storage_options=storage_options)
-    look = functools.partial(_look, backend, url=os.fspath(url), storage_options=storage_options)
-    summary, names = look("")
+    summarize_level = functools.partial(_look, backend, url=os.fspath(url), storage_options=storage_options)
+    summary, names = summarize_level("")
     if summary is None and not names:
         raise RunNotFoundError(f"there is nothing at {backend.url}: check the URL")
-    found = [] if summary is None else [summary]
+    summaries = [] if summary is None else [summary]
     num_seen = 0
     for _ in range(max_depth):
         num_seen += len(names)
         if num_seen > MAX_PLACES:
             raise UsageError(
-                f"more than {MAX_PLACES} names lie below {backend.url}: give a place nearer to the runs, "
-                f"or look through fewer levels (--depth)"
+                f"there are more than {MAX_PLACES} names below {backend.url}: give a URL nearer to the runs, or search "
+                f"fewer levels (--depth)"
             )
-        level = for_each(look, names)
-        found += [summary for summary, _ in level if summary is not None]
+        level = for_each(summarize_level, names)
+        summaries += [summary for summary, _ in level if summary is not None]
         names = [name for _, below in level for name in below]
-    return sorted(found, key=lambda one: one.path)
+    return sorted(summaries, key=lambda summary: summary.path)
 
 
 @contextlib.contextmanager
@@ -117,11 +117,11 @@ def suggest_nearest(url: str | os.PathLike[str], *, storage_options: Mapping[str
     except RunNotFoundError as error:
         parent, slash, name = str(url).rstrip("/").rpartition("/")
         near: list[str] = []
-        beside = parent or slash or "."
+        parent_url = parent or slash or "."
         with contextlib.suppress(RanktapeError):  # the first error is the one to report
-            names = open_backend(beside, storage_options=storage_options).list_names("")
+            names = open_backend(parent_url, storage_options=storage_options).list_names("")
             near = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
-            near = near or [one.path for one in find_runs(beside, storage_options=storage_options, max_depth=1)]
+            near = near or [run.path for run in find_runs(parent_url, storage_options=storage_options, max_depth=1)]
         shown = ", ".join(near[:MAX_NAMED])
         raise (RunNotFoundError(f"{error}; beside it there is {shown}") if shown else error) from error
 

@@ -63,7 +63,7 @@ _VERSION_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "tot
 @functools.cache
 def _memory_cgroups(root: Path) -> list[tuple[Path, _CgroupFiles]]:
     """The cgroups that limit this process, from its own to the outermost one."""
-    found = []
+    files = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -74,8 +74,8 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, _CgroupFiles]]:
             continue
         # A container that sees only its own part of the tree has its limits at the root, whatever the path.
         inner = PurePosixPath(path.removeprefix("/"))
-        found += [(top / part, names) for part in (inner, *inner.parents) if ".." not in part.parts]
-    return found
+        files += [(top / part, names) for part in (inner, *inner.parents) if ".." not in part.parts]
+    return files
 
 
 def expect_memory(nbytes: int, *, place: str) -> None:
@@ -84,11 +84,11 @@ def expect_memory(nbytes: int, *, place: str) -> None:
     Raises:
         ObjectTooLargeError: there is not enough memory.
     """
-    left = available_nbytes()
-    if nbytes > left:
+    available = available_nbytes()
+    if nbytes > available:
         raise ObjectTooLargeError(
-            f"{place} takes {nbytes:,} bytes of memory, {left:,} are left here: it was not written by ranktape, or "
-            f"has to be read on a larger machine"
+            f"{place} takes {nbytes:,} bytes of memory, and {available:,} are available: it was not written by "
+            f"ranktape, or has to be read on a larger machine"
         )
 
 
@@ -305,21 +305,21 @@ def refuse_escape(url: str, key: str) -> None:
     """
     is_out = key.startswith("/") or "\0" in key or ".." in key.split("/")
     if is_out or not is_text(key):
-        why = "it leads out of the run" if is_out else "it is no text"
+        reason = "it leads out of the run" if is_out else "it is no text"
         raise StorageError(
-            f"{key!r} is not the key of an object in {url}: {why}: whoever wrote that made a mistake or means harm"
+            f"{key!r} is not the key of an object in {url}: {reason}: whoever wrote that made a mistake or means harm"
         )
 
 
 def without_credentials(url: str) -> str:
     """The URL without user name, password and query, to be shown and stored."""
-    protocol, separator, rest = url.partition("://")
-    rest = rest.partition("?")[0].partition("#")[0]
-    host, slash, path = rest.partition("/")
+    protocol, separator, location = url.partition("://")
+    location = location.partition("?")[0].partition("#")[0]
+    host, slash, path = location.partition("/")
     _, colon, port = host.partition(":")
     if colon and "@" not in host and "@" in path and not port.isdigit():
         # The password contains a slash, so that it continues in what looks like the path.
-        host, slash, path = rest.rpartition("@")[2].partition("/")
+        host, slash, path = location.rpartition("@")[2].partition("/")
     return f"{protocol.lower()}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 

@@ -189,7 +189,7 @@ class LocalBackend(Backend):
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Delete partial files, and directories that become empty."""
-        self.delete_keys([one.key for one in debris if one.key.endswith(PARTIAL_SUFFIX)])
+        self.delete_keys([file.key for file in debris if file.key.endswith(PARTIAL_SUFFIX)])
 
     def flush(self) -> None:
         """Flush the files that this backend has written since the last flush, and their directories, to the disk.
@@ -256,11 +256,11 @@ class LocalBackend(Backend):
             folder = folders.pop()
             try:
                 with os.scandir(top / folder) as entries:
-                    found = [entry for entry in entries if is_text(entry.name)]
+                    files = [entry for entry in entries if is_text(entry.name)]
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            folders += [f"{folder}{entry.name}/" for entry in found if entry.is_dir(follow_symlinks=False)]
-            yield from (f"{folder}{entry.name}" for entry in found if entry.is_file(follow_symlinks=False))
+            folders += [f"{folder}{entry.name}/" for entry in files if entry.is_dir(follow_symlinks=False)]
+            yield from (f"{folder}{entry.name}" for entry in files if entry.is_file(follow_symlinks=False))
 
     def _list(self, prefix: str, *, are_partial: bool) -> Iterator[ObjectInfo]:
         """The files below a directory, either partial or complete ones, sorted. Deleted ones are omitted."""
@@ -445,13 +445,13 @@ def _library() -> ctypes.CDLL:
 
 def _flush(paths: Collection[str], *, folders: Collection[str]) -> None:
     """Flush files to the disk, several concurrently, and then their directories."""
-    for places, work in ((paths, os.fdatasync), (folders, os.fsync)):
+    for targets, work in ((paths, os.fdatasync), (folders, os.fsync)):
         flush = functools.partial(_flush_one, work=work)
         try:
             with ThreadPoolExecutor(_FLUSH_THREADS) as pool:
-                list(pool.map(flush, places))
+                list(pool.map(flush, targets))
         except RuntimeError:  # no thread can be started at the end of a process
-            list(map(flush, places))
+            list(map(flush, targets))
 
 
 def _flush_one(path: str, *, work: Callable[[int], object]) -> None:

@@ -130,11 +130,11 @@ class RemoteBackend(Backend):
 
         def work() -> list[ObjectInfo]:
             top = self._path(prefix)
-            found = (
+            objects = (
                 ObjectInfo(key=path[len(top) :].removeprefix("/"), nbytes=nbytes, modified=modified)
                 for path, nbytes, modified in self._list(top)
             )
-            return sorted((info for info in found if info.key), key=lambda info: info.key)
+            return sorted((info for info in objects if info.key), key=lambda info: info.key)
 
         return self._call("list", prefix, lambda: _found(work)) or []
 
@@ -333,13 +333,13 @@ class S3Backend(RemoteBackend):
 
     def list_debris(self) -> list[ObjectInfo]:
         """Multipart uploads that were neither completed nor aborted."""
-        found = self._call("list", "", lambda: list(self._uploads()))
-        return sorted(found, key=lambda one: one.key)
+        uploads = self._call("list", "", lambda: list(self._uploads()))
+        return sorted(uploads, key=lambda upload: upload.key)
 
     def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
         """Abort multipart uploads."""
-        for one in debris:
-            self._call("delete", one.key.rpartition("?")[0], partial(self._abort, one.key))
+        for upload in debris:
+            self._call("delete", upload.key.rpartition("?")[0], partial(self._abort, upload.key))
 
     def _open(self) -> Exception | None:
         failure = super()._open()

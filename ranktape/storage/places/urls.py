@@ -116,10 +116,10 @@ class RetryingBackend(ForwardingBackend):
     def _waited(self, wake: float) -> bool:
         """Wait for the end of a pause; False if the caller gives up."""
         while self._give_up is None or not self._give_up():
-            left = wake - time.monotonic()
-            if left <= 0:
+            remaining = wake - time.monotonic()
+            if remaining <= 0:
                 return True
-            time.sleep(min(left, _LOOK_SECONDS))
+            time.sleep(min(remaining, _LOOK_SECONDS))
         return False
 
 
@@ -184,9 +184,9 @@ def _check_options(protocol: str, options: Any) -> None:
     texts = {"endpoint_url", *_TEXT_OPTIONS.get(protocol, ())}
     nested: dict[str, Any] = {}
     for name in _OBJECT_OPTIONS:
-        if not isinstance(given := options.get(name), Mapping | None):
-            raise _wrong_option(name, given, "an object, such as {'region_name': 'eu-central-1'}")
-        nested |= {f"{name}.{inner}": value for inner, value in (given or {}).items()}
+        if not isinstance(mapping := options.get(name), Mapping | None):
+            raise _wrong_option(name, mapping, "an object, such as {'region_name': 'eu-central-1'}")
+        nested |= {f"{name}.{inner}": value for inner, value in (mapping or {}).items()}
     texts |= {"client_kwargs.endpoint_url", "client_kwargs.region_name"}
     for name, value in {**options, **nested}.items():
         if name in texts and not isinstance(value, str | None):
@@ -206,10 +206,10 @@ def _wrong_option(name: str, value: object, allowed: str) -> UsageError:
 
 def _refuse_credentials(url: str) -> None:
     """Refuse a URL with secrets, because URLs are shown, stored and kept in shell histories."""
-    protocol, _, rest = url.partition("://")
+    protocol, _, location = url.partition("://")
     address, _, path = without_credentials(url).partition("://")[2].partition("/")
-    has_user = protocol.lower() in _S3_PROTOCOLS and not rest.startswith(f"{address}/{path}".rstrip("/"))
-    if has_user or "?" in rest or "#" in rest:
+    has_user = protocol.lower() in _S3_PROTOCOLS and not location.startswith(f"{address}/{path}".rstrip("/"))
+    if has_user or "?" in location or "#" in location:
         what = "a user name or password" if has_user else "a query or fragment"
         raise UsageError(
             f"the URL {without_credentials(url)} comes with {what}, which ends up in logs: leave it out and give "
@@ -234,9 +234,9 @@ def _refuse_single_slash(text: str) -> None:
         )
 
 
-def _local_path(url: str, rest: str) -> str:
-    """The path in a `file://` URL; `rest` is the part after `://`."""
-    host, slash, path = rest.partition("/")
+def _local_path(url: str, location: str) -> str:
+    """The path in a `file://` URL; `location` is the part after `://`."""
+    host, slash, path = location.partition("/")
     if not slash or host not in {"", "localhost"}:
         raise UsageError(
             f"{without_credentials(url)!r} does not name a directory of this machine: write file:///absolute/path, or "
