@@ -20,6 +20,7 @@ from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
 from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.capture import Capture
+from ranktape.capture.writing.counting import reduce_to
 from ranktape.storage import Records, Run, open_run
 from ranktape.storage.format.record_info import RecordInfo
 from tests.analyze.recomputed import recompute
@@ -317,6 +318,26 @@ def test_attention_is_replayed_with_recipes_where_it_is_asked_for(plain: Run) ->
         assert levels == sorted(levels, reverse=True)
         assert groups[product, "mxfp8"].num_calls == 2 * 2 * 2
         assert isinstance(groups[product, "mxfp8"].recorded, ErrorSums)
+
+
+def test_attention_is_replayed_where_a_result_was_not_recorded_or_not_with_its_values(
+    plain: Run, tmp_path: Path
+) -> None:
+    kept = {"grad_value": "statistics"}
+    tensors = [
+        reduce_to(kept.get(info.tensor_name, "values"), array, info=info) or (array, info)
+        for array, info in tensors_of(plain)
+        if info.layer_type == "attention" and info.tensor_name != "grad_key"
+    ]
+    groups, expected = (
+        {(one.key["product"], one.key["recipe"]): one for one in replayed_attention(run).groups(["product", "recipe"])}
+        for run in (store(tmp_path / "run", tensors), plain)
+    )
+    assert expected.keys() - groups.keys() == {("grad_key", "recorded"), ("grad_value", "recorded")}
+    for (product, recipe), one in groups.items():
+        assert one.exact == expected[product, recipe].exact
+        is_compared = product not in {"grad_key", "grad_value"}
+        assert one.recorded == (expected[product, recipe].recorded if is_compared else ErrorSums())
 
 
 def test_attention_that_is_not_known_is_left_out_with_the_reason(plain: Run, tmp_path: Path) -> None:
