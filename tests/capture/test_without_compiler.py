@@ -104,7 +104,6 @@ def test_the_launcher_captures_without_the_compiler(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").iterations == [0, 1, 2]
 
 
-@exhaustive("make test loads it before")
 def test_a_compiler_that_is_loaded_in_a_captured_iteration_works_as_without_a_capture(tmp_path: Path) -> None:
     run(TRAINING + LATE, tmp_path / "run", cwd=tmp_path)
     stored = open_run(tmp_path / "run")
