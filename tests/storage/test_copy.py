@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from ranktape.storage.maintenance.copy import copy_run, list_run
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend, MemoryBudget
 from ranktape.storage.places.urls import open_backend
+from ranktape.storage.recording.writer import RankWriter
 from tests.exhaustive import exhaustive
+from tests.runs import start
 from tests.s3 import S3Server
 from tests.storage.whole_run import record, tensors, whole_run
 from tests.storage.wrapped import wrapped
@@ -326,3 +330,41 @@ def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
     none = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "c"), "--module", "nowhere"])
     assert none.exit_code == 1
     assert not (tmp_path / "c").exists()
+
+
+LEVELS = (
+    r"/(rank_\d+|iterations)/iter_\d+/",
+    r"/rank_\d+/iter_\d+/zarr\.json$",
+    r"/commits/iter_\d+/rank_\d+\.committed/zarr\.json$",
+    r"/iterations/iter_\d+/zarr\.json$",
+)
+"""The keys of an iteration in their order: values and catalogues, commits of the ranks, their markers, the commit."""
+
+
+def test_what_a_commit_names_is_flushed_before_it(sound: Path, tmp_path: Path) -> None:
+    """Else a crash of the machine may leave the document on the disk without its data."""
+    written: list[int] = []
+
+    def watching(backend: Backend) -> Any:
+        waiting: list[int] = []
+
+        def write(verb: str, key: str, data: Any) -> Any:
+            if levels := [level for level, pattern in enumerate(LEVELS) if re.search(pattern, key)]:
+                assert levels[-1] == 0 or min(waiting, default=levels[-1]) >= levels[-1], key
+                waiting.append(levels[-1])
+                written.append(levels[-1])
+            return getattr(backend, verb)(key, data)
+
+        def flush() -> None:
+            waiting.clear()
+            backend.flush()
+
+        return wrapped(backend, put=partial(write, "put"), create=partial(write, "create"), flush=flush)
+
+    backend, attempt, _ = start(tmp_path / "run", world_size=2)
+    watched = watching(backend)
+    writers = [RankWriter(watched, attempt=attempt, rank=rank, environment={}) for rank in range(2)]
+    record(watched, attempt, writers, iteration=0)
+    assert [written.count(level) for level in (1, 2, 3)] == [2, 2, 1]
+    copy_run(open_backend(sound), watching(open_backend(tmp_path / "copy")))
+    assert [written.count(level) for level in (1, 2, 3)] == [2 + 4, 2 + 4, 1 + 2]
