@@ -36,6 +36,8 @@ _MAX_NAMED = 5
 _MAX_SITES = 8
 _MAX_UNMATCHED = 8
 """Maximum number of unmatched names with a warning each."""
+_MAX_WAITING = 100
+"""Largest number of iterations that fit into the host budget by their bytes alone; small tensors take more memory."""
 _DRAIN_INTERVAL = 5
 """Number of calls of `show_drain` for each line."""
 
@@ -132,7 +134,11 @@ class Console:
         if tally.kept["histogram"]:
             stored += " before compression"
         what = f"{tally.num_tensors} tensors{kept}, {nbytes_text(tally.nbytes)} per iteration and rank"
-        budget = f"(host budget {nbytes_text(budget_nbytes)})"
+        num_waiting = budget_nbytes // max(tally.nbytes, 1)
+        room = f"{num_waiting} iteration{'s' * (num_waiting > 1)}" if num_waiting else "less than one iteration"
+        if num_waiting > _MAX_WAITING:
+            room = f"more than {_MAX_WAITING} iterations"
+        budget = f"(host budget {nbytes_text(budget_nbytes)}: memory for {room})"
         if record_last is not None:
             self.say(
                 f"flight recorder of {layers} layers: {what} {budget}; the last {record_last} iterations are stored in "

@@ -173,3 +173,15 @@ def test_what_is_stored_is_said_beside_what_is_kept_of(
         model(torch.randn(2, 4, dtype=dtype)).square().mean().backward()
         optimizer.step()
     assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("width", "room"),
+    [(4, "more than 100 iterations"), (256, "3 iterations"), (448, "1 iteration"), (640, "less than")],
+)
+def test_the_console_says_how_many_iterations_the_budget_has_memory_for(
+    width: int, room: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(width, width, bias=False)
+    captured(model, tmp_path / "run", shape=(1, width), host_budget_nbytes=2 << 20, policy="skip")
+    assert f"(host budget 2.097 MB: memory for {room}" in capfd.readouterr().err
