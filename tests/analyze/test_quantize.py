@@ -543,3 +543,13 @@ def test_nan_without_a_code_is_refused_when_codes_are_asked_for() -> None:
     assert np.isnan(found.values).tolist() == [False, True]
     with pytest.raises(UsageError, match="fp4_e2m1 has no code for NaN, and 1 elements are NaN"):
         _ = found.codes
+
+
+def test_float64_without_a_scale_is_rounded_once() -> None:
+    """Not to float32 first, where a number just above a tie becomes the tie."""
+    above_tie = np.array([1 + 2**-4 + 2**-40, 1 + 2**-4 - 2**-40, -(1 + 2**-4 + 2**-40)])
+    for name in ("fp8_e4m3", "hif8"):
+        found = quantize(above_tie, name).values
+        np.testing.assert_array_equal(found, [1.125, 1.0, -1.125])
+        np.testing.assert_array_equal(found, round_to(above_tie, target=FORMATS[name]))
+    assert quantize(np.full(3, 464.0 * (1 + 2**-40)), "fp8_e4m3").losses.overflow == 3

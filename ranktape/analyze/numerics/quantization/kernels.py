@@ -10,7 +10,7 @@ Rounding adds a power of two and subtracts it again. Everything else is rounded 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +30,13 @@ from ranktape.analyze.numerics.kernels import compiled
 from ranktape.analyze.numerics.pieces import array_of, each, frozen
 from ranktape.analyze.numerics.quantization.encoded import LOSSES, code_dtype, element_codes
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
-from ranktape.analyze.numerics.quantization.scales import GroupScales, ScaleGroups, factors_of, is_divided
+from ranktape.analyze.numerics.quantization.scales import (
+    GroupScales,
+    ScaleGroups,
+    factors_of,
+    is_divided,
+    is_float32,
+)
 from ranktape.analyze.numerics.quantization.schemes import Scaling
 from ranktape.storage.format.dtypes import HALF_NBYTES
 
@@ -92,21 +98,20 @@ class Ends(NamedTuple):
     """As in `Wide`."""
 
 
-def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> tuple[Narrow | None, Wide | None]:
-    """The way to round numbers of this size, `Narrow` or `Wide`; no code is compiled for the other, which is None."""
+def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> Narrow | Wide:
+    """How numbers of this size are rounded."""
     element = plan.scheme.element
     zero, is_wide = np.float32(-0.0 if element.has_negative_zero else 0.0), num_bytes == WIDE_NBYTES
     if is_wide or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
         has_own_bits = num_bytes == HALF_NBYTES and plan.scheme.scaling is Scaling.NONE
         constants = constants_of(element, plan.rounding, is_bf16=has_own_bits)
-        return None, Wide(constants, state_of(plan.seed), plan.scale_rule is None, zero)
-    narrow = Narrow(
+        return Wide(constants, state_of(plan.seed), is_float32(plan), zero)
+    return Narrow(
         lowest_field=np.int32((element.emin + ONE_FIELD) << FRACTION_BITS),
         anchor_step=np.int32((FRACTION_BITS - element.mantissa_bits) << FRACTION_BITS),
         limit=np.float32(element.maximum).view(np.int32),
         zero=zero,
     )
-    return narrow, None
 
 
 @compiled
@@ -376,11 +381,9 @@ PIECE_SIZE = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CompiledRows:
-    """A contiguous CPU tensor as a matrix for the compiled loops, which use as many threads as torch."""
+class CompiledGroups(ScaleGroups):
+    """The groups of a contiguous CPU tensor, as a matrix for compiled loops, which use as many threads as torch."""
 
-    groups: ScaleGroups
-    """The tensor and its groups."""
     numbers_RC: NDArray[Any]
     """The numbers of the tensor; bit patterns if they are bfloat16."""
     num_groups: int
@@ -391,9 +394,11 @@ class CompiledRows:
     """Number of neighbours in a row that share a factor."""
     unit: int
     """Number of consecutive rows that share no group with other rows, if groups are blocks."""
+    rounding: Narrow | Wide
+    """How numbers are rounded."""
 
     @classmethod
-    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> CompiledRows:
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan) -> CompiledGroups:
         """The rows of a tensor that has elements and at least one dimension."""
         import torch
 
@@ -415,8 +420,15 @@ class CompiledRows:
         array = array_of(groups.x_OLI)
         numbers = array.view(np.uint16) if array.itemsize == HALF_NBYTES else array
         numbers_RC = frozen(numbers, shape=(num_rows, columns))
-        num_groups = int(group.max()) + 1
-        return cls(groups=groups, numbers_RC=numbers_RC, num_groups=num_groups, group_R=group, run=run, unit=unit)
+        return cls(
+            **{field.name: getattr(groups, field.name) for field in fields(groups)},
+            numbers_RC=numbers_RC,
+            num_groups=int(group.max()) + 1,
+            group_R=group,
+            run=run,
+            unit=unit,
+            rounding=_rounding_of(plan, num_bytes=numbers_RC.itemsize),
+        )
 
     @property
     def is_pattern(self) -> int | None:
@@ -426,7 +438,7 @@ class CompiledRows:
     @property
     def saturates(self) -> bool:
         """Whether values beyond the largest element become the largest element."""
-        return self.groups.plan.saturate or not self.groups.plan.scheme.element.has_overflow_code
+        return self.plan.saturate or not self.plan.scheme.element.has_overflow_code
 
     def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
         return values.view(self.num_groups, -1).numpy()
@@ -443,43 +455,49 @@ class CompiledRows:
         self, part: slice, results_RC: NDArray[Any], before_GK: NDArray[np.float32], after_GK: NDArray[np.float32]
     ) -> None:
         """Write the values of some rows with these factors, as float32, float64 or bfloat16 patterns."""
-        plan, numbers_RC, run = self.groups.plan, self.numbers_RC[part], self.run
-        narrow, wide = _rounding_of(plan, num_bytes=numbers_RC.itemsize)
-        kinds = 1 if is_divided(plan) else None, self.is_pattern, 1 if results_RC.itemsize == HALF_NBYTES else None
-        factors = self.group_R[part], before_GK, after_GK, run
-        if narrow is not None:
-            _quantize_rows(numbers_RC, results_RC, *factors, narrow, *kinds)
-        elif wide is not None:
-            _quantize_wide_rows(numbers_RC, results_RC, *factors, part.start * numbers_RC.shape[1], wide, *kinds)
+        numbers_RC = self.numbers_RC[part]
+        kinds = 1 if is_divided(self.plan) else None, self.is_pattern, 1 if results_RC.itemsize == HALF_NBYTES else None
+        factors = self.group_R[part], before_GK, after_GK, self.run
+        if isinstance(self.rounding, Narrow):
+            _quantize_rows(numbers_RC, results_RC, *factors, self.rounding, *kinds)
+        else:
+            first = part.start * numbers_RC.shape[1]
+            _quantize_wide_rows(numbers_RC, results_RC, *factors, first, self.rounding, *kinds)
 
-    def quantized(self, before: torch.Tensor, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        """The values in the shape of the tensor, given factors in `scale_shape`; `dtype` may be bfloat16 if exact."""
+    def quantized(self, before: torch.Tensor | None, after: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """The values that `encoded` returns, which saturate, without the codes; `dtype` may be bfloat16 if exact."""
         import torch
 
-        values = torch.empty(self.groups.shape, dtype=dtype)
+        values = torch.empty(self.shape, dtype=dtype)
         results_RC = (values.view(torch.uint16) if dtype is torch.bfloat16 else values).numpy()
         results_RC = results_RC.reshape(self.numbers_RC.shape)
-        factors = [self._of_groups(one.to(torch.float32)) for one in (before, after)]
-        self._each(lambda part: self._round(part, results_RC[part], *factors))
+        before_GK, after_GK = self._factors(before, after)
+        self._each(lambda part: self._round(part, results_RC[part], before_GK, after_GK))
         return values
 
-    def encoded(self, before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The values given factors in `scale_shape`, the codes, and the counts in the order of `LOSSES`."""
+    def _factors(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
         import torch
 
-        plan, element, shape_RC = self.groups.plan, self.groups.plan.scheme.element, self.numbers_RC.shape
-        values = torch.empty(self.groups.shape, dtype=self.groups.value_dtype)
-        codes = torch.empty(self.groups.shape, dtype=code_dtype(element))
+        after_GK = self._of_groups(after.to(torch.float32))
+        return (after_GK if before is None else self._of_groups(before.to(torch.float32))), after_GK
+
+    def encoded(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """As in `ScaleGroups`, by compiled loops."""
+        import torch
+
+        plan, element, shape_RC = self.plan, self.plan.scheme.element, self.numbers_RC.shape
+        values = torch.empty(self.shape, dtype=self.value_dtype)
+        codes = torch.empty(self.shape, dtype=code_dtype(element))
         values_RC, codes_RC = values.numpy().reshape(shape_RC), codes.numpy().reshape(shape_RC)
         is_narrow, divides = element.num_bits <= NARROW_BITS, 1 if is_divided(plan) else None
         table = code_table(element.name) if is_narrow else np.zeros(0, dtype=np.uint8)
-        before_GK, after_GK = (self._of_groups(one.to(torch.float32)) for one in (before, after))
+        before_GK, after_GK = self._factors(before, after)
         ones_GK = np.ones_like(after_GK)
         ends = Ends(
             min_normal=element.min_normal,
             overflow_start=element.overflow_start_of(plan.rounding),
             beyond=element.overflow_value(saturate=plan.saturate),
-            is_float32=plan.scale_rule is None,
+            is_float32=is_float32(plan),
         )
 
         def work(part: slice) -> NDArray[np.int64]:
@@ -496,15 +514,11 @@ class CompiledRows:
 
         return values, codes, np.sum(self._each(work), axis=0).tolist()
 
-    def scales(self) -> GroupScales | None:
-        """The scales of all groups; see `ScaleGroups.scales`."""
-        return self.groups.scales(largest=self._largest, errors_of=self._squared_errors)
-
     def _largest(self) -> tuple[torch.Tensor, float]:
-        """The largest magnitude of each group, and the largest finite one of all, for `ScaleGroups.scales`."""
+        """As in `ScaleGroups`, by compiled loops."""
         import torch
 
-        scheme, num_columns = self.groups.plan.scheme, self.numbers_RC.shape[1]
+        scheme, num_columns = self.plan.scheme, self.numbers_RC.shape[1]
         top, infinity = _TOP_AND_INFINITY[self.numbers_RC.itemsize]
         # Blocks with NaN or infinities get a largest magnitude that makes their scale NaN.
         last = top if scheme.scaling is Scaling.BLOCK else infinity - 1
@@ -515,11 +529,11 @@ class CompiledRows:
             if most[0, 0] >= infinity:
                 most = self._raised((1, 1), 0 * self.group_R, num_columns, infinity - 1)
             of_all = float(_numbers_of(most)[0, 0])
-        return torch.from_numpy(_numbers_of(found)).view(self.groups.scale_shape or (1,)), of_all
+        return torch.from_numpy(_numbers_of(found)).view(self.scale_shape or (1,)), of_all
 
     def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, last: Any) -> NDArray[Any]:
         """The patterns of the largest magnitudes up to `last`; parts that share groups are reduced separately first."""
-        is_shared = group_R is not self.group_R or self.groups.plan.scheme.scaling is not Scaling.BLOCK
+        is_shared = group_R is not self.group_R or self.plan.scheme.scaling is not Scaling.BLOCK
         top = _TOP_AND_INFINITY[self.numbers_RC.itemsize][0]
         found_GK, patterns_RC = np.zeros(shape, dtype=top.dtype), self.numbers_RC.view(top.dtype)
 
@@ -534,10 +548,10 @@ class CompiledRows:
         return found_GK
 
     def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
-        """The sum of the squared errors of the values of each group, in `scale_shape`."""
+        """As in `ScaleGroups`, by compiled loops."""
         import torch
 
-        values = self.quantized(*factors_of(scales, plan=self.groups.plan), dtype=self.groups.value_dtype)
+        values = self.quantized(*factors_of(scales, plan=self.plan), dtype=self.value_dtype)
         results_RC = values.numpy().reshape(self.numbers_RC.shape)
         errors = torch.zeros_like(scales.values)
         errors_GK = self._of_groups(errors)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.pieces import check_readable
+from ranktape.analyze.numerics.quantization.kernels import CompiledGroups
 from ranktape.analyze.numerics.quantization.plan import (
     OperandOptions,
     QuantizeOptions,
@@ -142,7 +143,7 @@ def _values_and_factor(
 
     scaled = ScaledTensor.of(x, plan=plan, is_apart=is_apart)
     is_wanted = (is_apart or x.dtype is torch.bfloat16) and x.dtype is not torch.float64 and not plan.rotation
-    is_bf16 = is_wanted and scaled.rows is not None and _gives_bf16(scaled, is_apart=is_apart)
+    is_bf16 = is_wanted and isinstance(scaled.groups, CompiledGroups) and _gives_bf16(scaled, is_apart=is_apart)
     return scaled.values(torch.bfloat16 if is_bf16 else scaled.groups.value_dtype), scaled.factor
 
 

@@ -28,10 +28,8 @@ from ranktape.analyze.numerics.quantization.encoded import (
     LossSeverity,
     QuantizationWarning,
     Quantized,
-    code_dtype,
-    element_codes,
 )
-from ranktape.analyze.numerics.quantization.kernels import CompiledRows, is_compiled
+from ranktape.analyze.numerics.quantization.kernels import CompiledGroups, is_compiled
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions, QuantizePlan, plan_of
 from ranktape.analyze.numerics.quantization.scales import GroupScales, ScaleGroups, factors_of, stored_scales
 from ranktape.analyze.numerics.quantization.schemes import Scaling
@@ -97,7 +95,7 @@ def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan) -> Quant
         _check_floats(x.dtype.name, plan=plan)
         return quantize_planned(tensor_of(x), plan=plan).as_arrays()
     scaled = ScaledTensor.of(x, plan=plan)
-    values, codes, counts = scaled.encoded()
+    values, codes, counts = scaled.groups.encoded(scaled.before, scaled.after)
     scales = scaled.scales
     scale_shape = scaled.groups.scale_shape if x.ndim else ()
     return Quantized(
@@ -133,10 +131,10 @@ class ScaledTensor:
     """Shape of the tensor."""
     groups: ScaleGroups
     """The elements in groups."""
-    rows: CompiledRows | None
-    """The elements for the compiled loops; None if these do not support the tensor."""
     scales: GroupScales | None
     """The scales of the groups; None if the scheme has no scales."""
+    before: torch.Tensor | None
+    """The factors of elements before they are rounded (see `factors_of`); None if there are no scales."""
     after: torch.Tensor
     """The factors of rounded elements."""
     factor: float | torch.Tensor
@@ -156,33 +154,25 @@ class ScaledTensor:
         given = x.detach().resolve_neg().reshape(tuple(x.shape) or (1,))
         if plan.rotation:
             given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
-        rows = CompiledRows.of(given, plan=plan) if is_compiled(given, plan=plan) else None
-        groups = ScaleGroups.of(given, plan=plan) if rows is None else rows.groups
-        scales = groups.scales() if rows is None else rows.scales()
-        after, factor = torch.ones(1, dtype=torch.float64, device=x.device), 1.0
-        if scales is not None and not is_apart:
-            after = factors_of(scales, plan=plan)[1]
-        elif scales is not None and plan.scheme.scaling is Scaling.BLOCK:
-            after, factor = scales.values, 1.0 if scales.tensor is None else scales.tensor.scale
-        elif scales is not None:
-            is_channel = plan.scheme.scaling is Scaling.CHANNEL
-            after = torch.ones_like(scales.values)
-            factor = scales.values.to(torch.float32) if is_channel else float(scales.values)
-        return cls(shape=tuple(x.shape), groups=groups, rows=rows, scales=scales, after=after, factor=factor)
-
-    def encoded(self) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The values before they are rotated back, the codes, and the counts in the order of `LOSSES`."""
-        factors = None if self.scales is None else factors_of(self.scales, plan=self.groups.plan)
-        if self.rows is not None:
-            return self.rows.encoded(self.after if factors is None else factors[0], self.after)
-        return _by_operations(self.groups, factors, self.after)
+        groups = (CompiledGroups if is_compiled(given, plan=plan) else ScaleGroups).of(given, plan=plan)
+        scales, factor = groups.scales(), 1.0
+        before, after = None, torch.ones(1, dtype=torch.float64, device=x.device)
+        if scales is not None:
+            before, after = factors_of(scales, plan=plan)
+            if is_apart and plan.scheme.scaling is Scaling.BLOCK:
+                after, factor = scales.values, 1.0 if scales.tensor is None else scales.tensor.scale
+            elif is_apart:
+                is_channel = plan.scheme.scaling is Scaling.CHANNEL
+                after = torch.ones_like(scales.values)
+                factor = scales.values.to(torch.float32) if is_channel else float(scales.values)
+        return cls(shape=tuple(x.shape), groups=groups, scales=scales, before=before, after=after, factor=factor)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values; they have type `dtype` if compiled loops support the tensor and values saturate."""
-        if self.rows is None or not self.rows.saturates:
-            return self.turned_back(self.encoded()[0])
-        before = self.after if self.scales is None else factors_of(self.scales, plan=self.groups.plan)[0]
-        return self.turned_back(self.rows.quantized(before, self.after, dtype=dtype))
+        """The values; as `dtype` if compiled loops support the tensor and values saturate."""
+        groups = self.groups
+        if isinstance(groups, CompiledGroups) and groups.saturates:
+            return self.turned_back(groups.quantized(self.before, self.after, dtype=dtype))
+        return self.turned_back(groups.encoded(self.before, self.after)[0])
 
     def turned_back(self, values: torch.Tensor) -> torch.Tensor:
         """Rotate values back if the plan has a rotation, and give them the shape of the tensor."""
@@ -190,56 +180,6 @@ class ScaledTensor:
         if plan.rotation:
             values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
         return values.reshape(self.shape)
-
-
-def _by_operations(
-    groups: ScaleGroups, factors: tuple[torch.Tensor, torch.Tensor] | None, after: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Do what `CompiledRows.encoded` does, on any device and with any rounding."""
-    import torch
-
-    plan, element, x_OLI = groups.plan, groups.plan.scheme.element, groups.x_OLI
-    in_three = None if factors is None else tuple(groups.in_three(one) for one in factors)
-    after = groups.in_three(after)
-    values = torch.empty(x_OLI.shape, dtype=groups.value_dtype, device=x_OLI.device)
-    codes = torch.empty(x_OLI.shape, dtype=code_dtype(element), device=x_OLI.device)
-    counts = torch.zeros(len(LOSSES), dtype=torch.int64, device=x_OLI.device)
-    for part in groups.parts():
-        scaled, rounded = groups.rounded(part, in_three)
-        signed, lost = _finished(x_OLI[part].to(torch.float64), scaled, rounded, plan=plan)
-        counts += lost
-        values[part] = signed * groups.part_of(after, part)
-        if in_three is not None:  # a block that is NaN as a whole has the codes of 0
-            signed = signed.masked_fill(groups.part_of(in_three[1], part).isnan(), 0.0)
-        codes[part] = element_codes(signed, element)
-    return values.view(groups.shape), codes.view(groups.shape), counts.tolist()
-
-
-def _finished(
-    values: torch.Tensor, scaled: torch.Tensor, rounded: torch.Tensor, *, plan: QuantizePlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rounded magnitudes, clamped and with the signs of the values, and the counts in the order of `LOSSES`.
-
-    `scaled` are the magnitudes before rounding, NaN where the value or its scale is NaN.
-    """
-    import torch
-
-    element = plan.scheme.element
-    is_finite = values.isfinite()
-    is_spoiled = is_finite & scaled.isnan()
-    is_counted = is_finite & ~is_spoiled & (values != 0)
-    kinds = (
-        is_counted & (scaled < element.min_normal),
-        is_counted & (rounded == 0),
-        is_counted & (scaled >= element.overflow_start_of(plan.rounding)),
-        is_spoiled,
-        values.isnan(),
-        values.isinf(),
-    )
-    beyond = element.overflow_value(saturate=plan.saturate)
-    signed = rounded.masked_fill(rounded > element.maximum, beyond).copysign(values)
-    signed = signed.masked_fill(scaled.isnan(), torch.nan)
-    return signed if element.has_negative_zero else signed + 0.0, torch.stack([kind.sum() for kind in kinds])
 
 
 HALF = 0.5

@@ -29,6 +29,7 @@ from ranktape.analyze.numerics.formats.values import (
     powers_of_two,
     round_magnitudes,
 )
+from ranktape.analyze.numerics.quantization.encoded import LOSSES, code_dtype, element_codes
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.schemes import ScaleRecipe, Scaling, exact_target, scale_exponents
 
@@ -202,6 +203,11 @@ def is_divided(plan: QuantizePlan) -> bool:
     return plan.scale_rule is None and plan.scheme.recipe in {None, ScaleRecipe.MODELOPT}
 
 
+def is_float32(plan: QuantizePlan) -> bool:
+    """Whether scaled elements are rounded to float32, as libraries do if scales are not powers of two."""
+    return plan.scale_rule is None and plan.scheme.scaling is not Scaling.NONE
+
+
 @np.errstate(all="ignore")
 def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
     """The factors or divisors of elements before rounding, and the factors of rounded elements.
@@ -298,32 +304,26 @@ class ScaleGroups:
             *([slice(start, min(start + step, end)) for start in range(0, end, step)] for end, step in cuts)
         )
 
-    def scales(
-        self,
-        *,
-        largest: Callable[[], tuple[torch.Tensor, float]] | None = None,
-        errors_of: Callable[[GroupScales], torch.Tensor] | None = None,
-    ) -> GroupScales | None:
+    def scales(self) -> GroupScales | None:
         """The scales of all groups, in `scale_shape`; None if the scheme has no scales.
 
-        `largest` returns the largest magnitudes of groups, which for blocks may be NaN or infinite, and the largest
-        finite one of the tensor, which is 0 unless scales have a scale. `errors_of` returns the sum of the squared
-        errors of each block, added in order along a run, then over the rows of a tile; with four over six, a block has
-        the scale with the smaller sum.
+        With four over six, a block has the scale with the smaller sum of squared errors.
         """
         if self.plan.scheme.scaling is Scaling.NONE:
             return None
-        magnitudes, of_all = (largest or self._largest)()
-        first = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all)
+        largest, largest_of_all = self._largest()
+        first = group_scales(largest, plan=self.plan, largest_of_all=largest_of_all)
         if not self.plan.four_over_six:
             return first
-        second = group_scales(magnitudes, plan=self.plan, largest_of_all=of_all, stretch=STRETCH)
-        squared_errors = errors_of or self._squared_errors
-        is_better = squared_errors(second) < squared_errors(first)
+        second = group_scales(largest, plan=self.plan, largest_of_all=largest_of_all, stretch=STRETCH)
+        is_better = self._squared_errors(second) < self._squared_errors(first)
         return dataclasses.replace(first, values=second.values.where(is_better, first.values))
 
     def _largest(self) -> tuple[torch.Tensor, float]:
-        """The default `largest` of `scales`; it compares bit patterns, which have the same order and take less time."""
+        """The largest magnitude of each group, NaN or infinite for blocks with NaN or Inf, and the largest finite one.
+
+        The latter is 0 unless scales have a scale. Bit patterns are compared, which takes less time.
+        """
         import torch
 
         scheme, x_OLI = self.plan.scheme, self.x_OLI
@@ -354,18 +354,42 @@ class ScaleGroups:
             of_all = float(most.view(wide.dtype))
         return self._in_tiles(found.view(wide.dtype).to(torch.float64), torch.maximum), of_all
 
+    def encoded(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """The values and codes in the shape of the tensor, and the counts in the order of `LOSSES`.
+
+        Elements are scaled by `before` and, once they are rounded, multiplied by `after`. Both are in `scale_shape`.
+        `before` is None if the scheme has no scales.
+        """
+        import torch
+
+        plan, element, x_OLI = self.plan, self.plan.scheme.element, self.x_OLI
+        before_OBI = None if before is None else self.in_three(before)
+        after_OBI = self.in_three(after)
+        values = torch.empty(x_OLI.shape, dtype=self.value_dtype, device=x_OLI.device)
+        codes = torch.empty(x_OLI.shape, dtype=code_dtype(element), device=x_OLI.device)
+        counts = torch.zeros(len(LOSSES), dtype=torch.int64, device=x_OLI.device)
+        for part in self.parts():
+            scaled, rounded = self.rounded(part, before_OBI)
+            signed, losses = _finished(x_OLI[part].to(torch.float64), scaled, rounded, plan=plan)
+            counts += losses
+            factors = self.part_of(after_OBI, part)
+            values[part] = signed * factors
+            # A block that is NaN as a whole has the codes of 0.
+            codes[part] = element_codes(signed.masked_fill(factors.isnan(), 0.0), element)
+        return values.view(self.shape), codes.view(self.shape), counts.tolist()
+
     def _runs(self, part: Part) -> Part:
         """The groups of the elements of a piece."""
         return part[0], slice(part[1].start // self.length, -(-part[1].stop // self.length)), part[2]
 
     def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
-        """The default `errors_of` of `scales`."""
+        """The sum of the squared errors of each block, added in order along a run, then over the rows of a tile."""
         import torch
 
         factors = tuple(self.in_three(one) for one in factors_of(scales, plan=self.plan))
         found = torch.zeros_like(self.in_three(scales.values))
         for part in self.parts(self.length):
-            rounded = self.rounded(part, factors)[1].clamp(max=self.plan.scheme.element.maximum)
+            rounded = self.rounded(part, factors[0])[1].clamp(max=self.plan.scheme.element.maximum)
             values = (rounded * self.part_of(factors[1], part)).to(self.value_dtype).to(torch.float64)
             squares = (values - self.x_OLI[part].to(torch.float64).abs()).square_()
             # Adds one after the other, as the compiled loop does; `sum` adds in pairs.
@@ -400,21 +424,21 @@ class ScaleGroups:
         place = torch.arange(part[1].start, part[1].stop, device=in_three.device) // self.length
         return in_three[self._runs(part)].index_select(1, place - part[1].start // self.length)
 
-    def rounded(self, part: Part, factors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def rounded(self, part: Part, before_OBI: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled magnitudes of a piece, and what they round to if the format had values beyond its largest."""
         import torch
 
         plan, element, own = self.plan, self.plan.scheme.element, self.x_OLI[part]
         exact = own.to(torch.float64)
         scaled = exact.abs()
-        if factors is not None:
-            before = self.part_of(factors[0], part)
+        if before_OBI is not None:
+            before = self.part_of(before_OBI, part)
             scaled = scaled / before if is_divided(plan) else scaled * before
-            if plan.scale_rule is None:  # libraries divide by these scales in float32
+            if is_float32(plan):
                 scaled = scaled.to(torch.float32).to(torch.float64)
         if element.coding is Coding.TABLE:
             return scaled, nearest_in_table(scaled.copysign(exact), target=element).abs()
-        source = own if factors is None else scaled.copysign(exact).to(torch.float32)
+        source = own if before_OBI is None else scaled.copysign(exact).to(torch.float32)
         places = self._places(part) if plan.rounding is Rounding.STOCHASTIC else None
         rounded: torch.Tensor = round_magnitudes(
             scaled, element=element, rounding=plan.rounding, seed=plan.seed, places=places, source=source
@@ -438,3 +462,30 @@ def _in_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
     filled = torch.nn.functional.pad(x_OLI, (0, 0, 0, missing)) if missing else x_OLI
     runs: torch.Tensor = filled.unflatten(1, (filled.shape[1] // length, length))
     return runs
+
+
+def _finished(
+    values: torch.Tensor, scaled: torch.Tensor, rounded: torch.Tensor, *, plan: QuantizePlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rounded magnitudes, clamped and with the signs of the values, and the counts in the order of `LOSSES`.
+
+    `scaled` are the magnitudes before rounding, NaN where the value or its scale is NaN.
+    """
+    import torch
+
+    element = plan.scheme.element
+    is_finite = values.isfinite()
+    is_spoiled = is_finite & scaled.isnan()
+    is_counted = is_finite & ~is_spoiled & (values != 0)
+    kinds = (
+        is_counted & (scaled < element.min_normal),
+        is_counted & (rounded == 0),
+        is_counted & (scaled >= element.overflow_start_of(plan.rounding)),
+        is_spoiled,
+        values.isnan(),
+        values.isinf(),
+    )
+    beyond = element.overflow_value(saturate=plan.saturate)
+    signed = rounded.masked_fill(rounded > element.maximum, beyond).copysign(values)
+    signed = signed.masked_fill(scaled.isnan(), torch.nan)
+    return signed if element.has_negative_zero else signed + 0.0, torch.stack([kind.sum() for kind in kinds])
