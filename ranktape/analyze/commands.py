@@ -150,7 +150,7 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
 
 def _parse_target(name: str | None) -> Target | None:
     """The format whose limits apply, with its scale; None for the limits of the captured dtype."""
-    from ranktape.analyze.engine.target import one_target
+    from ranktape.analyze.engine.target import parse_target
     from ranktape.analyze.numerics.quantization.schemes import Scaling, parse_scheme
 
     if name is not None and "," not in name:
@@ -160,7 +160,7 @@ def _parse_target(name: str | None) -> Target | None:
                 f"--format {name} is one of blocks with scales, of elements of {scheme.element.name}: give --format "
                 f"{scheme.element.name}, or ask 'ranktape analyze overflow --format {name} --scaling block'"
             )
-    return one_target(name)
+    return parse_target(name)
 
 
 def report(

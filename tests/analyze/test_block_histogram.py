@@ -15,8 +15,8 @@ from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.histograms import block_histogram
 from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS
 from ranktape.analyze.numerics.histograms.block_histogram import (
-    APART,
     CUTS,
+    OUTSIDE_CELLS,
     BlockHistogram,
     count_blocks,
     count_few_cells,
@@ -57,7 +57,7 @@ def counted_one_by_one(
 ) -> tuple[Counter[Key], dict[str, int]]:
     """The twin: a dictionary of (exponent, class, magnitude), and what is counted apart."""
     cells: Counter[Key] = Counter()
-    apart = dict.fromkeys(APART, 0)
+    apart = dict.fromkeys(OUTSIDE_CELLS, 0)
     with np.errstate(invalid="ignore"):
         lines = np.moveaxis(array.astype(np.float64), axis, -1)
     for line in lines.reshape(math.prod(lines.shape[:-1]), lines.shape[-1]).tolist():
@@ -86,14 +86,14 @@ def as_dictionary(histogram: BlockHistogram) -> tuple[Counter[Key], dict[str, in
     cells: Counter[Key] = Counter()
     for exponent, passed, value, number in zip(*(column.tolist() for column in columns), strict=True):
         cells[exponent, passed, value] += number
-    return cells, {name: getattr(histogram, name) for name in APART}
+    return cells, {name: getattr(histogram, name) for name in OUTSIDE_CELLS}
 
 
 def parts_of(histogram: BlockHistogram) -> dict[str, bytes | int]:
     """Everything that is counted, to be compared bit for bit."""
     columns = ("exponents", "classes", "magnitudes", "counts")
     return {name: getattr(histogram, name).tobytes() for name in columns} | {
-        name: getattr(histogram, name) for name in APART
+        name: getattr(histogram, name) for name in OUTSIDE_CELLS
     }
 
 

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ranktape.analyze.engine.digests import digest_columns, digests, group_digests_of, merge_digests
+from ranktape.analyze.engine.digests import digest_columns, digests, grouped_digests, merge_digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.metrics import KEPT, NUMBERS
+from ranktape.analyze.engine.metrics import CACHED_METRICS, NUMBERS
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
 from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
@@ -285,7 +285,7 @@ def test_digests_of_groups_are_those_of_their_values_together(tmp_path: Path) ->
     numbers = [2, 0, 2, 1, 0, 4, 3, 5, 5, 2]
     is_mask = np.zeros(len(arrays), dtype=bool)
     found: dict[int, Digest] = {}
-    for groups, columns in group_digests_of(run.select(), numbers, is_mask=is_mask, view=View.SEEN, engine=ENGINE):
+    for groups, columns in grouped_digests(run.select(), numbers, is_mask=is_mask, view=View.SEEN, engine=ENGINE):
         found |= {group: columns.digest(place) for place, group in enumerate(groups.tolist())}
     assert sorted(found) == list(range(6))
     for group, digest in found.items():
@@ -305,6 +305,6 @@ def test_numbers_that_are_kept_are_those_that_follow_from_the_values(tmp_path: P
     arrays = [drawn(name, (3, 40), seed=seed) for name in names for seed in range(2)]
     run = store_as(tmp_path / "run", [describe_tensor(one, layer_idx=place) for place, one in enumerate(arrays)])
     for known in digest_columns(run.select(), view=View.SEEN, engine=ENGINE):
-        assert known.kept is not None
-        for name, kept in zip(KEPT, known.kept.T, strict=True):
-            np.testing.assert_array_equal(kept, NUMBERS[name].of_columns(known), err_msg=name)
+        assert known.cached_metrics is not None
+        for name, kept in zip(CACHED_METRICS, known.cached_metrics.T, strict=True):
+            np.testing.assert_array_equal(kept, NUMBERS[name].compute(known), err_msg=name)

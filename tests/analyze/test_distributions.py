@@ -128,7 +128,7 @@ def of_many(name: str, dtype: str) -> tuple[Array, Digest, Digest]:
     """Many values, their digest, and the one that is merged of seven unequal parts of them."""
     with np.errstate(over="ignore"):
         array = DISTRIBUTIONS[name](np.random.default_rng(1)).astype(dtype)
-    *parts, whole = digests_of([*np.split(array, [10, 500, 40_000, 90_000, 90_001, 200_000]), array])
+    *parts, whole = digests_from_columns([*np.split(array, [10, 500, 40_000, 90_000, 90_001, 200_000]), array])
     return array.astype(np.float64), whole, merge_digests(parts)
 
 
@@ -251,7 +251,7 @@ def test_the_p_value_is_that_of_a_fitted_normal(num_values: int) -> None:
     """Of normal samples one in twenty has a p value below 0.05; Kolmogorov's own would call almost none of them so."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(num_values) for _ in range(300)]
-    fits = [fit_normal(digest) for digest in digests_of(arrays)]
+    fits = [fit_normal(digest) for digest in digests_from_columns(arrays)]
     p_values = np.array([fit.ks_p_value for fit in fits], dtype=np.float64)
     # Of a few, too many values are alike by chance.
     known = p_values[~np.isnan(p_values)]
@@ -259,20 +259,20 @@ def test_the_p_value_is_that_of_a_fitted_normal(num_values: int) -> None:
     assert 0.02 < (known < 0.05).mean() < 0.085
     assert 0.4 < (known < 0.5).mean() < 0.6
     assert ((known >= 0) & (known <= 1)).all()
-    uniform = digests_of([rng.random(1000).astype(np.float32)])[0]
+    uniform = digests_from_columns([rng.random(1000).astype(np.float32)])[0]
     assert (fit_normal(uniform).ks_p_value or 0) < 1e-3
 
 
 def test_no_p_value_where_ties_move_the_distance() -> None:
     rng = np.random.default_rng(0)
     coarse, few = rng.standard_normal(100_000).astype(np.float32).round(1), rng.standard_normal(19)
-    for digest in digests_of([coarse, few]):
+    for digest in digests_from_columns([coarse, few]):
         fit = fit_normal(digest)
         assert fit.ks_distance is not None
         assert fit.ks_p_value is None
 
 
-def digests_of(arrays: list[Array]) -> list[Digest]:
+def digests_from_columns(arrays: list[Array]) -> list[Digest]:
     return list(digests(stored(*arrays)))
 
 
@@ -294,7 +294,7 @@ def test_distances_are_scipys() -> None:
     for first, second in PAIRS:
         arrays = [filled(dtype, (30, 40), filling=filling, seed=3) for dtype, filling in (first, second)]
         ours, theirs = (finite_of(array) for array in arrays)
-        found = distance(*digests_of(arrays))
+        found = distance(*digests_from_columns(arrays))
         assert found.kolmogorov_smirnov == pytest.approx(scipy.stats.ks_2samp(ours, theirs).statistic, abs=1e-12)
         area = scipy.stats.wasserstein_distance(ours, theirs)
         assert found.wasserstein == pytest.approx(area, rel=1e-9, abs=1e-12)
@@ -326,7 +326,7 @@ def vars_of(distances: Any) -> dict[str, float | None]:
 
 
 def test_distances_to_nothing_are_not_known() -> None:
-    empty, nan, ones = digests_of([np.zeros(0), np.full(3, np.nan), np.ones(3)])
+    empty, nan, ones = digests_from_columns([np.zeros(0), np.full(3, np.nan), np.ones(3)])
     assert set(vars_of(distance(empty, ones)).values()) == {None}
     found = distance(nan, ones)
     assert (found.kolmogorov_smirnov, found.wasserstein) == (None, None)
@@ -346,7 +346,7 @@ def test_of_complex_values_the_larger_parts_are_fitted() -> None:
 
 def test_mixed_types_are_one_distribution() -> None:
     arrays = [filled(dtype, (30, 40), filling="normal") for dtype in ("bfloat16", "float32", "int8", "complex64")]
-    together = merge_digests(digests_of(arrays))
+    together = merge_digests(digests_from_columns(arrays))
     values = np.concatenate([finite_of(array) for array in arrays])
     assert held_by(together, FORMATS["bf16"]).num_elements == values.size
     assert linear_bins(together, 10).num_values == values.size

@@ -21,9 +21,9 @@ from ranktape.analyze.engine.engine import (
     BATCH_RECORDS,
     Engine,
     WorkPlan,
-    bytes_left,
+    bytes_progress,
     next_step,
-    shares,
+    split_by_size,
     steps,
 )
 from ranktape.analyze.legacy.open import open_folder
@@ -136,9 +136,12 @@ def test_a_field_that_is_none_is_named_as_it_was_given(run: Run) -> None:
 
 
 def test_batches_have_bounds() -> None:
-    assert shares([]) == []
-    assert shares([BATCH_NBYTES, 1, 1]) == [slice(0, 1), slice(1, 3)]
-    assert shares([0] * (BATCH_RECORDS + 1)) == [slice(0, BATCH_RECORDS), slice(BATCH_RECORDS, BATCH_RECORDS + 1)]
+    assert split_by_size([]) == []
+    assert split_by_size([BATCH_NBYTES, 1, 1]) == [slice(0, 1), slice(1, 3)]
+    assert split_by_size([0] * (BATCH_RECORDS + 1)) == [
+        slice(0, BATCH_RECORDS),
+        slice(BATCH_RECORDS, BATCH_RECORDS + 1),
+    ]
 
 
 def test_records_of_runs_and_folders_travel(run: Run, tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_records_of_runs_and_folders_travel(run: Run, tmp_path: Path) -> None:
         first, second = pickle.loads(sent)  # noqa: S301  # our own
         assert first.info == records[0].info
         np.testing.assert_array_equal(second.read(), records[1].read())
-        # What arrives together shares what was read of the run; and of a folder, other files stay at home.
+        # What arrives together split_by_size what was read of the run; and of a folder, other files stay at home.
         assert len(sent) < 10_000
     arrived = [pickle.loads(pickle.dumps(record)) for record in run.select()[:2]]  # noqa: S301  # as above
     assert arrived[0]._reader is arrived[1]._reader
@@ -162,14 +165,14 @@ def test_a_terminal_shows_bytes_that_are_left(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
-    with bytes_left(3_000_000, is_shown=True, description="counting") as advance:
-        with bytes_left(5_000_000, is_shown=True, description="another question") as advance_other:
+    with bytes_progress(3_000_000, is_shown=True, description="counting") as advance:
+        with bytes_progress(5_000_000, is_shown=True, description="another question") as advance_other:
             advance_other(1_000_000)
         advance(2_000_000)
     with steps(3):
         next_step()
         next_step()
-        with bytes_left(7_000_000, is_shown=True, description="reading"):
+        with bytes_progress(7_000_000, is_shown=True, description="reading"):
             pass
     for words in ("counting", "another question", "1.0/5.0 MB", "2.0/3.0 MB", "2 of 3: reading"):
         assert words in terminal.getvalue()
@@ -188,7 +191,7 @@ def test_a_bar_ends_at_its_total_where_counts_are_kept(
         totals.append(total)
         return contextlib.nullcontext(seen.append)
 
-    monkeypatch.setattr("ranktape.analyze.engine.engine.bytes_left", bar)
+    monkeypatch.setattr("ranktape.analyze.engine.engine.bytes_progress", bar)
     list(Engine().measure(run.select(), measure))
     assert totals == [sum(seen)]
     assert min(seen) >= 0

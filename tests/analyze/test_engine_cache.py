@@ -156,8 +156,8 @@ def test_what_is_packed_comes_back() -> None:
     sizes = {"a": np.array([3, 0, 4]), "c": np.zeros(3, dtype=np.int64)}
     keys = record_keys([["x", "y", "z"]])
     content = CacheObject(pack(keys, Columns(arrays, sizes=sizes, num_records=3)))
-    assert content.look_up(keys).tolist() == [0, 1, 2]
-    assert content.look_up(record_keys([["z", "?", "x"]])).tolist() == [2, -1, 0]
+    assert content.index_of(keys).tolist() == [0, 1, 2]
+    assert content.index_of(record_keys([["z", "?", "x"]])).tolist() == [2, -1, 0]
     for name, array in arrays.items():
         np.testing.assert_array_equal(content.columns[name], array, strict=True)
     taken = content.columns.take(np.array([2, 0]))
@@ -247,7 +247,7 @@ def test_where_nothing_can_be_kept_there_is_an_answer_and_one_line(
     assert ask(run, measure) == EXPECTED
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "warning: what is counted now is not kept: " in said
+    assert "warning: new measurements are not cached: " in said
 
 
 def test_a_place_that_fails_while_it_is_written_costs_one_line(
@@ -259,7 +259,7 @@ def test_a_place_that_fails_while_it_is_written_costs_one_line(
     (attempt,) = Path(run.url).glob("attempt_*")
     (folder / attempt.name).write_text("in the way")
     assert ask(run, measure) == EXPECTED
-    assert capsys.readouterr().err.count("is not kept") == 1
+    assert capsys.readouterr().err.count("are not cached") == 1
 
 
 def test_nothing_stumbles_over_the_cache(tmp_path: Path, run: Run, measure: FirstValue) -> None:

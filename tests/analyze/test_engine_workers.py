@@ -114,7 +114,7 @@ def test_what_a_script_defines_cannot_be_sent() -> None:
 
     own.__module__ = "__main__"
     assert list(Engine().map(own, [3])) == [3]
-    with pytest.raises(UsageError, match="workers=2 cannot do what the script itself defines"):
+    with pytest.raises(UsageError, match="workers=2 cannot run a function that the script itself defines"):
         list(Engine(workers=2).map(own, [3]))
 
 

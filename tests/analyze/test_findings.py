@@ -26,7 +26,7 @@ RANKS = (2, 4, 8)
 """Two ranks are a case of their own: no majority says which of them is wrong."""
 
 
-def sizes_of(num_ranks: int, **sizes: Any) -> Sizes:
+def group_sizes(num_ranks: int, **sizes: Any) -> Sizes:
     """Runs of many ranks are short."""
     defaults: dict[str, Any] = {"iterations": (0, 10, 20) if num_ranks <= 2 else (10,)}
     return Sizes(num_ranks=num_ranks, **defaults | sizes)
@@ -91,13 +91,13 @@ def place_of(finding: Finding) -> tuple[Any, ...]:
 @pytest.mark.parametrize("num_ranks", [1, *RANKS])
 @exhaustive_but("1", "4", reason="one and several ranks are in make test")
 def test_a_healthy_run_has_no_findings(tmp_path: Path, num_ranks: int) -> None:
-    assert findings_of(tmp_path, healthy, sizes_of(num_ranks)) == []
+    assert findings_of(tmp_path, healthy, group_sizes(num_ranks)) == []
 
 
 @pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
 @exhaustive_but("2-0", "8-2", reason="two and eight ranks are in make test")
 def test_a_weight_of_one_rank(tmp_path: Path, num_ranks: int, layer: int) -> None:
-    findings = findings_of(tmp_path, scaled(1, layer), sizes_of(num_ranks))
+    findings = findings_of(tmp_path, scaled(1, layer), group_sizes(num_ranks))
     assert place_of(findings[0]) == (1, layer, "weight")
     assert (findings[0].kind, findings[0].severity) == ("rank_differs", Severity.HIGH)
     assert findings[0].binades == pytest.approx(12)
@@ -124,7 +124,7 @@ def test_a_weight_of_one_of_two_ranks_from_some_iteration_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(("num_ranks", "layer"), [(2, 0), (2, 2), (4, 1), (8, 2)])
 @exhaustive_but("2-2", "4-1", reason="two and four ranks are in make test")
 def test_one_sample(tmp_path: Path, num_ranks: int, layer: int) -> None:
-    findings = findings_of(tmp_path, outlier(1, layer, 4), sizes_of(num_ranks))
+    findings = findings_of(tmp_path, outlier(1, layer, 4), group_sizes(num_ranks))
     assert (findings[0].kind, findings[0].severity) == ("sample_outlier", Severity.HIGH)
     assert place_of(findings[0]) == (1, layer, "input")
     assert (findings[0].where["sample"], findings[0].where["iteration"]) == ("4", 10)
@@ -143,7 +143,7 @@ def test_one_sample(tmp_path: Path, num_ranks: int, layer: int) -> None:
 )
 def test_a_gradient_that_underflows(tmp_path: Path, num_ranks: int, dtype: Any, factor: float, layer: int) -> None:
     """Some of it, nearly all of it, and so that nothing is left."""
-    sizes = sizes_of(num_ranks, dtype=dtype)
+    sizes = group_sizes(num_ranks, dtype=dtype)
     findings = findings_of(tmp_path, underflow(layer, factor=factor), sizes)
     assert findings[0].kind == "gradient_underflow"
     assert findings[0].where["layer_idx"] == layer
@@ -260,7 +260,7 @@ def test_a_gradient_that_vanishes_above_its_smallest_number(tmp_path: Path) -> N
 @pytest.mark.parametrize("num_ranks", RANKS)
 @exhaustive_but("2", "4", reason="two and several ranks are in make test")
 def test_one_bit(tmp_path: Path, num_ranks: int) -> None:
-    findings = findings_of(tmp_path, bit(1, 2), sizes_of(num_ranks))
+    findings = findings_of(tmp_path, bit(1, 2), group_sizes(num_ranks))
     assert len(findings) == 1
     found = findings[0]
     assert (found.kind, found.severity) == ("replica_differs", Severity.HIGH)
@@ -300,7 +300,7 @@ def test_copies_that_differ_are_compared_by_the_command_that_is_named(tmp_path: 
 @exhaustive_but("2", "8", reason="two and several ranks are in make test")
 def test_two_faults(tmp_path: Path, num_ranks: int) -> None:
     fault = all_faults(scaled(1, 1), underflow(3, factor=2.0**-120), bit(0, 2), outlier(0, 0, 2))
-    findings = findings_of(tmp_path, fault, sizes_of(num_ranks, num_layers=5))
+    findings = findings_of(tmp_path, fault, group_sizes(num_ranks, num_layers=5))
     assert {(one.kind, one.where["layer_idx"]) for one in findings} == {
         ("rank_differs", 1),
         ("gradient_underflow", 3),

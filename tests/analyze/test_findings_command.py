@@ -61,7 +61,7 @@ def test_the_rows_are_what_is_found(run: Run) -> None:
     assert table.column("severity") == [one.severity.value for one in found]
     assert table.column("consequences") == [list(one.consequences) for one in found]
     assert [f"{row['where']} {row['reason']}" for row in table.records()] == [one.title for one in found]
-    assert table.title.startswith(f"{len(found)} things stand out: ")
+    assert table.title.startswith(f"{len(found)} findings: ")
 
 
 def test_text_has_the_place_the_evidence_and_a_command_that_runs_and_ends_with_the_verdict(run: Run) -> None:
@@ -126,7 +126,7 @@ def test_a_healthy_run_has_none(tmp_path: Path) -> None:
     assert findings(healthy.select()).rows == ()
     done = ask(healthy)
     assert done.exit_code == 0
-    assert re.fullmatch(r"Nothing stands out in \d+ records\.\n", done.stdout)
+    assert re.fullmatch(r"No findings in \d+ records\.\n", done.stdout)
     assert not findings(healthy.select()).check("severity is None").rows
 
 

@@ -15,9 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.findings import apart
+from ranktape.analyze.findings import outliers
 from ranktape.analyze.findings.find import find
-from ranktape.analyze.findings.survey import Survey, binades, codes_of, deviations_of, medians_of, robust_z, sizes_of
+from ranktape.analyze.findings.survey import (
+    Survey,
+    binades,
+    group_deviations,
+    group_medians,
+    group_sizes,
+    robust_z,
+    row_codes,
+)
 from ranktape.analyze.findings.thresholds import NORMAL_MAD
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.questions.findings import findings
@@ -160,11 +168,11 @@ def test_channels_of_many_records_are_not_held(run: Run, monkeypatch: pytest.Mon
             yield {"absmax": absmax}
 
     monkeypatch.setattr(Engine, "measure", measure)
-    whole = list(apart.channels(survey))
+    whole = list(outliers.channels(survey))
     assert (most, [one.where["channel"] for one in whole]) == (len(survey), [7] * NUM_LAYERS)
     most = 0
-    monkeypatch.setattr(apart, "_WAITING_NBYTES", 4 * np.ones(1 << 10).nbytes, raising=False)
-    assert list(apart.channels(survey)) == whole
+    monkeypatch.setattr(outliers, "_MAX_PENDING_NBYTES", 4 * np.ones(1 << 10).nbytes, raising=False)
+    assert list(outliers.channels(survey)) == whole
     assert most <= 6 < len(survey)
 
 
@@ -205,7 +213,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 3), st.floats(-50, 50, width=32)), min
 def test_deviations_are_those_of_scipy(pairs: list[tuple[int, float]]) -> None:
     groups = np.array([group for group, _ in pairs])
     values = np.array([value for _, value in pairs], dtype=np.float64)
-    apart, mads = deviations_of(groups, values)
+    apart, mads = group_deviations(groups, values)
     scores = robust_z(apart, mads, floor=0.25)
     for group in set(groups.tolist()):
         mine = groups == group
@@ -214,7 +222,7 @@ def test_deviations_are_those_of_scipy(pairs: list[tuple[int, float]]) -> None:
         assert mads[mine] == pytest.approx(np.full(own.size, mad))
         expected = (own - np.median(own)) / (NORMAL_MAD * max(0.25, mad))
         assert scores[mine] == pytest.approx(expected)
-        assert (sizes_of(groups)[mine] == own.size).all()
+        assert (group_sizes(groups)[mine] == own.size).all()
 
 
 def test_the_factor_is_that_of_a_normal_distribution() -> None:
@@ -222,13 +230,13 @@ def test_the_factor_is_that_of_a_normal_distribution() -> None:
 
 
 def test_nothing_has_no_peers() -> None:
-    assert medians_of(np.zeros(0, dtype=np.int64), np.zeros(0)).size == 0
+    assert group_medians(np.zeros(0, dtype=np.int64), np.zeros(0)).size == 0
 
 
 def test_codes_tell_rows_apart() -> None:
     first = np.array(["a", "b", "a", "a"], dtype=object)
     second = np.array([1.0, 1.0, np.nan, np.nan])
-    assert codes_of(first, second).tolist() == [0, 2, 1, 1]
+    assert row_codes(first, second).tolist() == [0, 2, 1, 1]
 
 
 def test_binades_of_what_has_none() -> None:

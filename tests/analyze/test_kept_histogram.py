@@ -19,7 +19,7 @@ from ranktape.analyze.numerics.histograms.block_counts import (
     pack_histogram,
     unpack_blocks,
 )
-from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, count_blocks
+from ranktape.analyze.numerics.histograms.block_histogram import CELLS, OUTSIDE_CELLS, count_blocks
 from ranktape.analyze.numerics.histograms.histogram import count_values, own_limits, scan, scan_histogram
 from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.plots.write import write_one
@@ -119,7 +119,9 @@ def test_the_blocks_are_those_of_the_values(
     assert (ours.axis, ours.dtype, ours.block_size, ours.cuts) == (axis, theirs.dtype, 32, theirs.cuts)
     for name in CELLS:
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), strict=True)
-    assert {name: getattr(ours, name) for name in APART} == {name: getattr(theirs, name) for name in APART}
+    assert {name: getattr(ours, name) for name in OUTSIDE_CELLS} == {
+        name: getattr(theirs, name) for name in OUTSIDE_CELLS
+    }
     assert ours.num_elements == values.size
 
 

@@ -23,10 +23,10 @@ from ranktape.analyze import (
 )
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.target import one_target
+from ranktape.analyze.engine.target import parse_target
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
-from ranktape.analyze.findings.finding import Severity, finding_of
+from ranktape.analyze.findings.finding import Severity, make_finding
 from ranktape.analyze.findings.survey import Survey
 from ranktape.analyze.identity import layer_places, short_names, with_stacks
 from ranktape.analyze.table import Table
@@ -196,12 +196,12 @@ def test_what_all_stacks_are_called_is_left_out() -> None:
 
 
 def alone(run: Run, stack: str) -> PlotData:
-    return PlotData(run.select(layer_stack=stack), target=one_target("fp8_e4m3"))
+    return PlotData(run.select(layer_stack=stack), target=parse_target("fp8_e4m3"))
 
 
 @pytest.fixture(scope="module")
 def survey(run: Run) -> PlotData:
-    return PlotData(run.select(), target=one_target("fp8_e4m3"))
+    return PlotData(run.select(), target=parse_target("fp8_e4m3"))
 
 
 @pytest.mark.parametrize("name", ["overflow", "overflow.absmax"])
@@ -283,7 +283,7 @@ def test_the_next_command_names_the_stack(run: Run) -> None:
         if (record.layer_stack, record.layer_idx, record.tensor_name) == (STACKS[1], 2, "grad_output")
     ]
     known = Survey(records)
-    found = finding_of(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", places=positions)
+    found = make_finding(known, kind="zero", severity=Severity.LOW, score=1.0, text="is", evidence="", places=positions)
     assert "--layer-stack decoder.block --layer-idx 2" in found.command
 
 

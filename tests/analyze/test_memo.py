@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine import engine as engine_module
-from ranktape.analyze.engine.engine import Engine, value_of_all, values_of_records
+from ranktape.analyze.engine.engine import Engine, cached_joint_value, cached_record_values
 from ranktape.analyze.questions import sweep_command
 from ranktape.errors import DataError, RanktapeError
 from ranktape.storage import Records, Run, open_run
@@ -61,7 +61,7 @@ class Maker:
 
 def values_of(run: Run, maker: Maker, *, engine: Engine | None = None, layers: list[int] | None = None) -> list[int]:
     records = open_run(run.url).select(**({} if layers is None else {"layer_idx": layers}))
-    found = values_of_records(records, maker, name="rows", engine=engine or Engine())
+    found = cached_record_values(records, maker, name="rows", engine=engine or Engine())
     for record, value in zip(records, found, strict=True):
         expected = [None, float("inf"), "a note" * record.layer_idx, [0.1, 2.0, 2**70]]
         assert isinstance(value, RanktapeError) or repr(value[1:]) == repr(expected)
@@ -72,7 +72,7 @@ def test_arrays_are_found_as_they_were(run: Run) -> None:
     for engine in [Engine(use_cache=False), Engine()]:
         records = open_run(run.url).select()
         for _ in range(2):
-            found = values_of_records(records, Maker(makes_arrays=True), name="arrays", engine=engine)
+            found = cached_record_values(records, Maker(makes_arrays=True), name="arrays", engine=engine)
             assert [one.tolist() for one in found] == [
                 [[10 * record.rank + record.layer_idx + 0.1] * 2] * record.layer_idx for record in records
             ]
@@ -99,7 +99,7 @@ def test_what_is_missing_alone_is_made(run: Run) -> None:
 
 def test_a_failure_is_not_kept(run: Run) -> None:
     records = open_run(run.url).select()
-    found = values_of_records(records, Maker(fails_at=12), name="rows", engine=Engine())
+    found = cached_record_values(records, Maker(fails_at=12), name="rows", engine=Engine())
     assert [place for place, one in enumerate(found) if isinstance(one, RanktapeError)] == [7]
     maker = Maker()
     assert len(values_of(run, maker)) == 10
@@ -120,7 +120,7 @@ def test_formats_in_another_order_are_not_counted_again(run: Run) -> None:
 
 
 def test_values_of_another_name_are_not_taken(run: Run) -> None:
-    values_of_records(open_run(run.url).select(), Maker(), name="others", engine=Engine())
+    cached_record_values(open_run(run.url).select(), Maker(), name="others", engine=Engine())
     maker = Maker()
     assert len(values_of(run, maker)) == len(maker.made) == 10
 
@@ -147,14 +147,14 @@ def test_an_answer_is_that_of_its_question(run: Run) -> None:
         (records[:1], ["a"], 4),
         (records, ["a", "b"], 2),
     ):
-        found = value_of_all([selected], about, lambda: [{"number": next(numbers)}, None], name="answers")
+        found = cached_joint_value([selected], about, lambda: [{"number": next(numbers)}, None], name="answers")
         assert found == [{"number": expected}, None]
 
 
 def test_an_answer_that_failed_is_not_kept(run: Run) -> None:
     records = open_run(run.url).select()
     answers = iter((DataError("no"), 1, 2))
-    found = [value_of_all([records], ["a"], lambda: next(answers), name="answers") for _ in range(3)]
+    found = [cached_joint_value([records], ["a"], lambda: next(answers), name="answers") for _ in range(3)]
     assert found[1:] == [1, 1]
 
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ranktape.analyze import View, overflow
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.target import parse_targets, tells_apart
+from ranktape.analyze.engine.target import parse_targets, preserves_limits
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.numerics.quantization.quantizer import quantize
 from ranktape.errors import UsageError
@@ -239,7 +239,9 @@ def test_a_format_with_blocks_has_their_scales_unless_another_scaling_is_given(r
 
 def test_a_digest_answers_for_eight_significant_bits() -> None:
     told = {
-        name for name, row in FORMATS.items() if row.is_signed and tells_apart(parse_targets(name, "none")[0].limits())
+        name
+        for name, row in FORMATS.items()
+        if row.is_signed and preserves_limits(parse_targets(name, "none")[0].limits())
     }
     assert {"fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2", "fp4_e2m1", "int8", "hif8"} <= told
     assert not told & {"bf16", "fp16", "fp32"}

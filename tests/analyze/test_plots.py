@@ -13,7 +13,7 @@ import pytest
 from matplotlib.container import BarContainer
 from matplotlib.lines import AxLine
 
-from ranktape.analyze.engine.target import one_target
+from ranktape.analyze.engine.target import parse_target
 from ranktape.analyze.numerics.formats import FORMATS
 from ranktape.analyze.views.plots import bars
 from ranktape.analyze.views.plots.bars import ratio_counts, read_pairs
@@ -80,7 +80,7 @@ TENSORS = model()
 def data(tmp_path_factory: pytest.TempPathFactory) -> PlotData:
     """The model, against fp8_e4m3 without a scale."""
     records = store(tmp_path_factory.mktemp("run"), TENSORS).select()
-    return PlotData(records, target=one_target("fp8_e4m3", "none"))
+    return PlotData(records, target=parse_target("fp8_e4m3", "none"))
 
 
 def arrays(**fields: Any) -> list[np.ndarray[Any, Any]]:
@@ -468,7 +468,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 def draw_overflow(records: Records, **target: Any) -> Figure:
     """The plot of overflow by layer, against a format if `target` names one."""
-    return PLOTS["overflow"].draw(PlotData(records, target=one_target(**target) if target else None))
+    return PLOTS["overflow"].draw(PlotData(records, target=parse_target(**target) if target else None))
 
 
 def texts(figure: Figure) -> list[Any]:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.numbers import RecordNumbers
+from ranktape.analyze.engine.numbers import RecordMetrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.finding import Finding, Severity
 from ranktape.analyze.identity import natural
@@ -275,7 +275,7 @@ def test_the_samples_that_differ_most_are_kept() -> None:
     parts = np.ones((10, 4, len(KNOWN_OF_SAMPLES)))
     parts[:, 1, KNOWN_OF_SAMPLES.index("absmax")] = 1 + np.arange(10) % 7
     sizes = np.where(np.arange(11) == 10, 0, 4)
-    known = RecordNumbers(columns={}, sample_sizes=sizes, samples=parts.reshape(40, -1))
+    known = RecordMetrics(columns={}, sample_sizes=sizes, samples=parts.reshape(40, -1))
     document = sample_columns(known, first=[0], limit=12)
     assert set(document["columns"]) == {*SAMPLE_METRICS}
     assert unpacked(document["records"], count=document["count"]).tolist() == [0, 5, 6]
@@ -296,7 +296,7 @@ def test_the_first_line_says_what_the_run_is(tmp_path: Path) -> None:
         "torch 2.6",
         "only rank 0,1",
     )
-    assert model.headline == "Nothing stands out in 162 records."
+    assert model.headline == "No findings in 162 records."
 
 
 class Elements(html.parser.HTMLParser):

@@ -73,7 +73,7 @@ def test_the_first_screen_says_what_is_wrong_and_where(fresh: Page) -> None:
         ), f"nothing of layer {layer}, {word} in {seen}"
     assert all(re.match(r"(high|medium|low)\n", text, re.IGNORECASE) for text in seen)
     assert all("\nLook closer: ranktape analyze " in text for text in seen)
-    assert re.match(r"\d+ things stand out: ", fresh.text("#headline"))
+    assert re.match(r"\d+ findings: ", fresh.text("#headline"))
     assert "4 ranks" in fresh.text(".facts")
 
 

@@ -22,7 +22,7 @@ import ranktape.analyze
 from ranktape.analyze import View, overflow, sweep
 from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.sweep_measure import Asked, Job, sweep_one, sweep_records
+from ranktape.analyze.engine.sweep_measure import Job, RecordJobs, sweep_record, sweep_records
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.numerics.sweeps.options import SweepOptions, resolve
 from ranktape.analyze.numerics.sweeps.sweep import sweep_array, sweep_schemes
@@ -299,7 +299,7 @@ def test_counts_answer_as_values_do(swept: Run, names: tuple[str, ...], options:
     wanted = jobs(*names, **options)
     view = View.COMPUTE
     for use_cache in (True, True, False):
-        whole: Asked = {None: wanted}
+        whole: RecordJobs = {None: wanted}
         found = sweep_records(records, [whole] * len(records), view=view, engine=Engine(use_cache=use_cache))
         for record, sweeps in zip(records, found, strict=True):
             expected: tuple[Any, ...] | RanktapeError
@@ -317,11 +317,11 @@ def test_counts_answer_as_values_do(swept: Run, names: tuple[str, ...], options:
 
 def test_records_may_be_asked_different_things(swept: Run) -> None:
     records = swept.select()
-    wanted: list[Asked] = [{None: jobs(FORMATS[index % 4])} if index % 3 else {} for index in range(len(records))]
+    wanted: list[RecordJobs] = [{None: jobs(FORMATS[index % 4])} if index % 3 else {} for index in range(len(records))]
     for record, asked, found in zip(records, wanted, sweep_records(records, wanted, view=View.COMPUTE), strict=True):
         assert not isinstance(found, RanktapeError)
         assert found.keys() == asked.keys()
-        assert not asked or fields(found[None]) == fields(sweep_one(record, asked[None], view=View.COMPUTE))
+        assert not asked or fields(found[None]) == fields(sweep_record(record, asked[None], view=View.COMPUTE))
 
 
 def test_a_second_format_reads_nothing(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_demo_learns_records_and_answers(tmp_path: Path) -> None:
     assert "minimum met" in ended.stdout
     # A healthy training: both questions say so.
     assert "verdict: 4 none" in ended.stdout
-    assert "Nothing stands out in " in ended.stdout
+    assert "No findings in " in ended.stdout
     for words_of in (["--format", "fp8_e4m3"], ["--format", "fp8_e5m2,hif8,mxfp8"], []):
         said = CliRunner().invoke(cli, ["analyze", "overflow", str(tmp_path / "run"), *words_of]).stdout
         assert re.fullmatch(r"verdict: \d+ none", said.splitlines()[-1]), said

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.comparison.matching import Matching, Parts
-from ranktape.analyze.engine.engine import shares
+from ranktape.analyze.engine.engine import split_by_size
 from ranktape.analyze.engine.values import View, read_values, viewed_dtype
 from ranktape.analyze.numerics.differences import Differences, compare_parts
 from ranktape.storage import Record, Records
@@ -123,7 +123,7 @@ class PairTasks(Sequence[list[PairOfTensors]]):
             sum(of[row] for of, parts in zip(nbytes, pair, strict=True) for row in parts.rows)
             for pair in matching.pairs
         ]
-        self._batches = shares(sizes, max_nbytes=BATCH_NBYTES, max_number=BATCH_SIZE)
+        self._batches = split_by_size(sizes, max_nbytes=BATCH_NBYTES, max_number=BATCH_SIZE)
         self.sizes = [sum(sizes[batch]) for batch in self._batches]
         """Number of bytes that each batch reads, without the twins."""
 

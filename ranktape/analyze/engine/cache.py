@@ -39,7 +39,7 @@ from ranktape.storage.records.record import RecordOrigin
 VERSION = f"{__version__}_4"
 """Version of the format of objects and of the keys of records. A measure has its own version in its name."""
 
-BESIDE = ".analysis"
+SIBLING_SUFFIX = ".analysis"
 """Suffix of the directory beside a run that cannot be written."""
 
 FOLDER_VARIABLE = "RANKTAPE_CACHE_DIR"
@@ -67,8 +67,8 @@ _MAGIC = b"rtcolum1"
 _HEAD = struct.Struct("<8sII")
 """Magic, CRC-32C of all bytes after it, size of the index in bytes."""
 
-_CHECKED_FROM = 12
-_LEVEL = 1
+_CHECKSUM_START = 12
+_ZSTD_LEVEL = 1
 """The level of Zstandard. Higher levels take much longer and gain little."""
 
 
@@ -118,10 +118,10 @@ class Columns:
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """An array with the rows of all records, in the order of the records."""
-        found = self._arrays[name]
-        if not isinstance(found, np.ndarray):
-            found = self._arrays[name] = found()
-        return found
+        array = self._arrays[name]
+        if not isinstance(array, np.ndarray):
+            array = self._arrays[name] = array()
+        return array
 
     def sizes(self, name: str) -> NDArray[np.int64]:
         """Number of rows of each record in an array."""
@@ -130,31 +130,31 @@ class Columns:
     def payloads(self) -> Iterable[Payload]:
         """The arrays of each record, in order."""
         ends = {name: np.cumsum(self.sizes(name)).tolist() for name in self._arrays}
-        for place in range(self.num_records):
-            found = {}
+        for record in range(self.num_records):
+            payload = {}
             for name, stops in ends.items():
-                found[name] = self[name][stops[place - 1] if place else 0 : stops[place]]
-                found[name].flags.writeable = False
-            yield found
+                payload[name] = self[name][stops[record - 1] if record else 0 : stops[record]]
+                payload[name].flags.writeable = False
+            yield payload
 
-    def beside(self, arrays: Mapping[str, NDArray[Any]]) -> Columns:
+    def with_columns(self, arrays: Mapping[str, NDArray[Any]]) -> Columns:
         """These columns and further arrays in which each record has one row."""
         return Columns({**self._arrays, **arrays}, sizes=self._sizes, num_records=self.num_records)
 
-    def take(self, places: NDArray[np.int64]) -> Columns:
+    def take(self, indices: NDArray[np.int64]) -> Columns:
         """The columns of the records at these indices; `self` if they are all records in their order."""
-        if np.array_equal(places, np.arange(self.num_records)):
+        if np.array_equal(indices, np.arange(self.num_records)):
             return self
-        arrays = {name: partial(self._rows, name, places) for name in self._arrays}
-        sizes = {name: known[places] for name, known in self._sizes.items()}
-        return Columns(arrays, sizes=sizes, num_records=len(places))
+        arrays = {name: partial(self._rows, name, indices) for name in self._arrays}
+        sizes = {name: counts[indices] for name, counts in self._sizes.items()}
+        return Columns(arrays, sizes=sizes, num_records=len(indices))
 
-    def _rows(self, name: str, places: NDArray[np.int64]) -> NDArray[Any]:
-        known = self._sizes.get(name)
-        if known is None:
-            return self[name][places]
-        starts, sizes = np.cumsum(known) - known, known[places]
-        firsts = np.repeat(starts[places] - np.cumsum(sizes) + sizes, sizes)
+    def _rows(self, name: str, indices: NDArray[np.int64]) -> NDArray[Any]:
+        counts = self._sizes.get(name)
+        if counts is None:
+            return self[name][indices]
+        starts, sizes = np.cumsum(counts) - counts, counts[indices]
+        firsts = np.repeat(starts[indices] - np.cumsum(sizes) + sizes, sizes)
         return self[name][firsts + np.arange(int(sizes.sum()))]
 
     @staticmethod
@@ -162,21 +162,21 @@ class Columns:
         """The columns of the records of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
-        names = dict.fromkeys(name for one in parts for name in one.names)
-        sized = {name for one in parts for name in one.sized}
+        names = dict.fromkeys(name for part in parts for name in part.names)
+        sized = {name for part in parts for name in part.sized}
         # A record has no row in an array that its part lacks.
-        absent = {name for name in names if any(name not in one.names for one in parts)}
+        absent = {name for name in names if any(name not in part.names for part in parts)}
 
         def joined(name: str) -> NDArray[Any]:
-            return np.concatenate([one[name] for one in parts if name in one.names])
+            return np.concatenate([part[name] for part in parts if name in part.names])
 
-        def sizes_of(one: Columns, name: str) -> NDArray[np.int64]:
-            return one.sizes(name) if name in one.names else np.zeros(one.num_records, dtype=np.int64)
+        def part_sizes(part: Columns, name: str) -> NDArray[np.int64]:
+            return part.sizes(name) if name in part.names else np.zeros(part.num_records, dtype=np.int64)
 
         return Columns(
             {name: partial(joined, name) for name in names},
-            sizes={name: np.concatenate([sizes_of(one, name) for one in parts]) for name in sized | absent},
-            num_records=sum(one.num_records for one in parts),
+            sizes={name: np.concatenate([part_sizes(part, name) for part in parts]) for name in sized | absent},
+            num_records=sum(part.num_records for part in parts),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ def pack(keys: Keys, columns: Columns) -> bytes:
     entries, packed = [], []
     for name, array in {"keys": keys, **named}.items():
         stored = np.ascontiguousarray(array)
-        packed.append(zstd.compress(stored.view(np.uint8).reshape(-1), _LEVEL) if stored.size else b"")
+        packed.append(zstd.compress(stored.view(np.uint8).reshape(-1), _ZSTD_LEVEL) if stored.size else b"")
         entries.append([name, stored.dtype.str, list(stored.shape), len(packed[-1])])
     index = json.dumps(entries, separators=(",", ":")).encode()
     body = struct.pack("<I", len(index)) + index + b"".join(packed)
@@ -210,42 +210,42 @@ class CacheObject:
             DamagedObjectError: the object was not written by `pack`.
         """
         if len(data) < _HEAD.size or data[: len(_MAGIC)] != _MAGIC:
-            raise DamagedObjectError("it is no object of columns")
+            raise DamagedObjectError("it is not an object of columns")
         _, crc, index_nbytes = _HEAD.unpack_from(data)
-        if google_crc32c.value(memoryview(data)[_CHECKED_FROM:].tobytes()) != crc:
+        if google_crc32c.value(memoryview(data)[_CHECKSUM_START:].tobytes()) != crc:
             raise DamagedObjectError("its checksum differs")
         start = _HEAD.size + index_nbytes
         arrays: dict[str, partial[NDArray[Any]]] = {}
         for name, dtype, shape, nbytes in json.loads(data[_HEAD.size : start]):
-            arrays[name] = partial(_unpacked, memoryview(data)[start : start + nbytes], dtype, tuple(shape))
+            arrays[name] = partial(_decompress, memoryview(data)[start : start + nbytes], dtype, tuple(shape))
             start += nbytes
         self.keys: Keys = arrays.pop("keys")()
         sizes = {name.removeprefix("sizes/"): load() for name, load in arrays.items() if name.startswith("sizes/")}
         columns = {name.removeprefix("array/"): load for name, load in arrays.items() if name.startswith("array/")}
         self.columns = Columns(columns, sizes=sizes, num_records=len(self.keys))
 
-    def look_up(self, keys: Keys) -> NDArray[np.int64]:
+    def index_of(self, keys: Keys) -> NDArray[np.int64]:
         """The index of each key in the object, or -1 if it is not there."""
         if np.array_equal(keys, self.keys):
             return np.arange(len(keys))
         if not len(self.keys):
             return np.full(len(keys), -1)
         order = np.argsort(self.keys[:, 0])
-        places = order[np.minimum(np.searchsorted(self.keys[order, 0], keys[:, 0]), len(order) - 1)]
-        return np.where((self.keys[places] == keys).all(axis=1), places, -1)
+        indices = order[np.minimum(np.searchsorted(self.keys[order, 0], keys[:, 0]), len(order) - 1)]
+        return np.where((self.keys[indices] == keys).all(axis=1), indices, -1)
 
 
-def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _decompress(data: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     from numcodecs import zstd
 
-    found = np.empty(math.prod(shape), dtype=dtype)
-    if found.size:
-        zstd.decompress(data, found.view(np.uint8))
-    return found.reshape(shape)
+    array = np.empty(math.prod(shape), dtype=dtype)
+    if array.size:
+        zstd.decompress(data, array.view(np.uint8))
+    return array.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachePlace:
+class CacheStore:
     """A store that may contain objects of the cache. It can be pickled."""
 
     backend: Backend
@@ -265,10 +265,10 @@ class CachePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
+class CacheWriter:
     """The location for the objects of one measure and group. It can be pickled."""
 
-    place: CachePlace
+    store: CacheStore
     """A store that can be written."""
     path: str
     """Prefix of the objects."""
@@ -279,9 +279,9 @@ class Shelf:
         """Write one object atomically and remove the damaged ones."""
         name = hashlib.blake2b(keys.tobytes(), digest_size=16).hexdigest()
         key = f"{self.path}/{name}{_SUFFIX}"
-        self.place.backend.put(key, [pack(keys, columns)])
-        if damaged := [other for other in self.damaged if other != key]:
-            self.place.backend.delete_keys(damaged)
+        self.store.backend.put(key, [pack(keys, columns)])
+        if damaged := [stale for stale in self.damaged if stale != key]:
+            self.store.backend.delete_keys(damaged)
 
 
 class Cache:
@@ -298,90 +298,90 @@ class Cache:
         """
         self._warn = warn
         self._measure = f"{VERSION}/{_path_name(name)}"
-        self._places = list(_places(reader))
-        self._target: CachePlace | None = None
-        self._is_tried = False
+        self._stores = list(_stores(reader))
+        self._target: CacheStore | None = None
+        self._has_tried = False
         paths = sorted(set(groups))
-        self._listed = [(place, self._list(place, paths)) for place in self._places]
+        self._listed = [(store, self._list(store, paths)) for store in self._stores]
 
     def find(self, group: str) -> tuple[Sequence[CacheObject], Sequence[str]]:
         """The objects of a group, and the keys of those that are damaged, if they can be replaced."""
         objects, damaged = [], []
-        for place, listed in self._listed:
+        for store, listed in self._listed:
             for key in listed.get(group, ()):
-                content = self._open(place, key)
+                content = self._open(store, key)
                 if content is not None:
                     objects.append(content)
-                elif place is self._places[0]:
+                elif store is self._stores[0]:
                     damaged.append(key)
         return objects, damaged
 
-    def shelf(self, group: str, *, damaged: Sequence[str]) -> Shelf | None:
+    def writer(self, group: str, *, damaged: Sequence[str]) -> CacheWriter | None:
         """The location for the objects of a group. None, with one warning, if no store can be written."""
         target = self._writable()
         if target is None:
             return None
-        own = tuple(damaged) if target is self._places[0] else ()
-        return Shelf(place=target, path=target.key(self._measure, group), damaged=own)
+        replaced = tuple(damaged) if target is self._stores[0] else ()
+        return CacheWriter(store=target, path=target.key(self._measure, group), damaged=replaced)
 
-    def keep(self, group: str, keys: Keys, columns: Columns) -> None:
+    def write(self, group: str, keys: Keys, columns: Columns) -> None:
         """Write one object of a group. If that fails, warn once and write nothing more."""
-        shelf = self.shelf(group, damaged=())
-        if shelf is not None:
+        writer = self.writer(group, damaged=())
+        if writer is not None:
             try:
-                shelf.put(keys, columns)
+                writer.put(keys, columns)
             except StorageError as error:
-                self.give_up(str(error))
+                self.stop_writing(str(error))
 
-    def give_up(self, reason: str) -> None:
+    def stop_writing(self, reason: str) -> None:
         """Write nothing more, because an object could not be written."""
         if self._target is not None:
             self._target = None
-            self._warn(f"what is counted now is not kept: {reason}")
+            self._warn(f"new measurements are not cached: {reason}")
 
-    def _writable(self) -> CachePlace | None:
-        if not self._is_tried:
-            self._is_tried = True
-            reason = "there is no place for it"
-            for place in self._places:
+    def _writable(self) -> CacheStore | None:
+        if not self._has_tried:
+            self._has_tried = True
+            reason = "no directory for the cache was found"
+            for store in self._stores:
                 try:
-                    place.prepare()
+                    store.prepare()
                 except StorageError as error:
                     reason = str(error)
                     continue
-                self._target = place
-                return place
-            self._warn(f"what is counted now is not kept: {reason}")
+                self._target = store
+                return store
+            self._warn(f"new measurements are not cached: {reason}")
         return self._target
 
-    def _list(self, place: CachePlace, groups: Sequence[str]) -> Mapping[str, list[str]]:
+    def _list(self, store: CacheStore, groups: Sequence[str]) -> Mapping[str, list[str]]:
         """The keys of the objects of each group, from one LIST per rank, or one per attempt if there are many ranks."""
         parents = sorted({group.rpartition("/")[0] for group in groups})
         if len(parents) > _MAX_LISTS:
             parents = sorted({parent.rpartition("/")[0] for parent in parents})
-        prefixes = [place.key(self._measure, parent) for parent in parents]
+        prefixes = [store.key(self._measure, parent) for parent in parents]
         listed: dict[str, list[str]] = {}
         try:
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
                 for parent, prefix, keys in zip(
-                    parents, prefixes, pool.map(place.backend.list_keys, prefixes), strict=True
+                    parents, prefixes, pool.map(store.backend.list_keys, prefixes), strict=True
                 ):
                     for key in keys:
                         path, _, name = key.rpartition("/")
                         if _NAME.fullmatch(name):
                             listed.setdefault("/".join(filter(None, (parent, path))), []).append(f"{prefix}/{key}")
         except StorageError as error:
-            self._warn(f"what was counted before cannot be looked up: {error}")
+            self._warn(f"cached measurements cannot be listed: {error}")
         return listed
 
-    def _open(self, place: CachePlace, key: str) -> CacheObject | None:
+    def _open(self, store: CacheStore, key: str) -> CacheObject | None:
         try:
-            data = place.backend.get(key, max_nbytes=MAX_OBJECT_NBYTES)
+            data = store.backend.get(key, max_nbytes=MAX_OBJECT_NBYTES)
             return None if data is None else CacheObject(data)
         except (DamagedObjectError, ObjectTooLargeError):
             return None
         except StorageError as error:
-            self._warn(f"what was counted before cannot be read: {error}")
+            self._warn(f"cached measurements cannot be read: {error}")
             return None
 
 
@@ -391,13 +391,13 @@ _FACTORS = (0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F)
 
 def record_keys(columns: Sequence[Column | Sequence[Any]]) -> Keys:
     """The key of each record, from the columns that identify it."""
-    known: Keys | None = None
+    keys: Keys | None = None
     for column in columns:
         hashes = _hashes(column)
-        known = np.zeros_like(hashes) if known is None else known
-        known = (known ^ hashes) * np.array(_FACTORS, dtype=np.uint64)
-        known ^= known >> np.uint64(29)
-    return np.zeros((0, 2), dtype=np.uint64) if known is None else known
+        keys = np.zeros_like(hashes) if keys is None else keys
+        keys = (keys ^ hashes) * np.array(_FACTORS, dtype=np.uint64)
+        keys ^= keys >> np.uint64(29)
+    return np.zeros((0, 2), dtype=np.uint64) if keys is None else keys
 
 
 def _hashes(column: Column | Sequence[Any]) -> Keys:
@@ -406,18 +406,18 @@ def _hashes(column: Column | Sequence[Any]) -> Keys:
         wide = column.astype(np.float64).view(np.uint64) if column.dtype.kind == "f" else column.astype(np.uint64)
         return np.stack([wide, wide], axis=1)
     if isinstance(column, StringColumn):
-        used, places = np.unique(column.codes, return_inverse=True)
+        used, indices = np.unique(column.codes, return_inverse=True)
         texts = [str(column.table[code]) for code in used.tolist()]
     else:
-        named = {text: number for number, text in enumerate(dict.fromkeys(map(str, column)))}
-        texts, places = list(named), np.array([named[str(value)] for value in column], dtype=np.int64)
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(map(str, column)))}
+        texts, indices = list(numbers), np.array([numbers[str(value)] for value in column], dtype=np.int64)
     digests = b"".join(
         hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).digest() for text in texts
     )
-    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)[places]
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)[indices]
 
 
-def name_of_text(text: str) -> str:
+def text_digest(text: str) -> str:
     """A hash of a text as 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
@@ -425,29 +425,29 @@ def name_of_text(text: str) -> str:
 def _path_name(name: str) -> str:
     """The name of a measure in the form that is used in keys."""
     quoted = quote(name, safe="=,+")
-    return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{name_of_text(name)}"
+    return quoted if len(quoted) <= _MAX_NAME_LENGTH else f"{quoted[: _MAX_NAME_LENGTH - 33]}-{text_digest(name)}"
 
 
-def _places(reader: RecordOrigin) -> Iterable[CachePlace]:
+def _stores(reader: RecordOrigin) -> Iterable[CacheStore]:
     """The locations of the cache, in order of preference."""
     backend = getattr(reader, "backend", None)
     if backend is not None:
-        yield CachePlace(backend=backend, prefix=layout.ANALYSIS)
+        yield CacheStore(backend=backend, prefix=layout.ANALYSIS)
         if "://" not in backend.url:
-            yield CachePlace(backend=open_backend(f"{backend.url.rstrip('/')}{BESIDE}"), prefix="")
+            yield CacheStore(backend=open_backend(f"{backend.url.rstrip('/')}{SIBLING_SUFFIX}"), prefix="")
     folder = _user_folder()
     if folder is not None:
         source = reader.url if "://" in reader.url else os.path.realpath(reader.url)
-        yield CachePlace(backend=open_backend(folder / name_of_text(source)), prefix="")
+        yield CacheStore(backend=open_backend(folder / text_digest(source)), prefix="")
 
 
 def _user_folder() -> Path | None:
     """The directory for caches of this user; None if there is none."""
-    if own := os.environ.get(FOLDER_VARIABLE, ""):
-        return Path(own)
-    named = os.environ.get("XDG_CACHE_HOME", "")
+    if configured := os.environ.get(FOLDER_VARIABLE, ""):
+        return Path(configured)
+    xdg_cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # The XDG specification ignores a relative path.
-        return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "ranktape"
+        return (Path(xdg_cache) if xdg_cache.startswith("/") else Path.home() / ".cache") / "ranktape"
     except RuntimeError:  # there is no home directory
         return None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Columns, Payload
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.metrics import KEPT, NUMBERS
+from ranktape.analyze.engine.metrics import CACHED_METRICS, NUMBERS
 from ranktape.analyze.engine.values import View, read_histogram, viewed_dtype, viewed_dtypes
 from ranktape.analyze.numerics.digest import (
     CODE_KINDS,
@@ -63,7 +63,7 @@ _READ_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestMeasure:
-    """Measures the digests of records; `digests_of` interprets the columns."""
+    """Measures the digests of records; `digests_from_columns` interprets the columns."""
 
     view: View = View.COMPUTE
     """The view in which the values are counted."""
@@ -76,24 +76,24 @@ class DigestMeasure:
     def __call__(self, records: Iterable[Record], /) -> Columns:
         """The columns of the digests of records."""
         parts: list[Columns] = []
-        places: list[int] = []
+        indices: list[int] = []
         dtypes: list[str] = []
-        stacks, alone = _stacks_of(records) if isinstance(records, Records) else ([], None)
-        rest = records if alone is None else cast("Records", records).take(alone)
-        for record in rest:
+        stacks, single = _stack_batches(records) if isinstance(records, Records) else ([], None)
+        single_records = records if single is None else cast("Records", records).take(single)
+        for record in single_records:
             dtypes.append(self._dtype(record))
             parts.append(self._single(record))
-        places += range(len(parts)) if alone is None else alone
+        indices += range(len(parts)) if single is None else single
         for members in stacks:
-            own = cast("Records", records).take(members)
-            parts.append(self._stacked(own))
-            dtypes += [self._dtype(own[0])] * len(own)
-            places += members
-        order = np.argsort(np.array(places, dtype=np.int64))
+            batch = cast("Records", records).take(members)
+            parts.append(self._stacked(batch))
+            dtypes += [self._dtype(batch[0])] * len(batch)
+            indices += members
+        order = np.argsort(np.array(indices, dtype=np.int64))
         columns = Columns.join(parts).take(order)
-        known = digests_of(columns, [dtypes[place] for place in order.tolist()])
-        metrics = [NUMBERS[name].of_columns(known) for name in KEPT]
-        return columns.beside({"kept": np.stack(metrics, axis=1)})
+        digested = digests_from_columns(columns, [dtypes[index] for index in order.tolist()])
+        metrics = [NUMBERS[name].compute(digested) for name in CACHED_METRICS]
+        return columns.with_columns({"kept": np.stack(metrics, axis=1)})
 
     def _dtype(self, record: Record) -> str:
         return viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=self.view)
@@ -101,12 +101,12 @@ class DigestMeasure:
     def _single(self, record: Record) -> Columns:
         dtype = numpy_dtype(self._dtype(record))
         if record.keep == Keep.STATISTICS:
-            return _of_statistics(record)
+            return _statistics_columns(record)
         if record.keep == Keep.HISTOGRAM:
             histogram = read_histogram(record, view=self.view)
-            return _of_counts(histogram.counts, dtype=histogram.dtype)
-        metrics, parts = _metrics_of(record), _parts(record, dtype)
-        return (_narrow if dtype.itemsize <= HALF_NBYTES else _wide)(
+            return _counts_columns(histogram.counts, dtype=histogram.dtype)
+        metrics, parts = _empty_metrics(record), _parts(record, dtype)
+        return (_digest_narrow if dtype.itemsize <= HALF_NBYTES else _digest_wide)(
             parts, dtype, metrics, has_samples=_has_samples(record)
         )
 
@@ -124,16 +124,18 @@ class DigestMeasure:
         if first.sample_dim is None:
             samples = viewed.reshape(len(records), 1, -1)
         else:
-            apart = np.moveaxis(viewed, 1 + first.sample_dim, 1)
-            samples = np.ascontiguousarray(apart).reshape(len(records), apart.shape[1], -1)
+            moved = np.moveaxis(viewed, 1 + first.sample_dim, 1)
+            samples = np.ascontiguousarray(moved).reshape(len(records), moved.shape[1], -1)
         if dtype.itemsize > HALF_NBYTES:
-            own = [([one] if one.size else [], _metrics_of(first)) for one in samples]
-            return Columns.join([_wide(parts, dtype, rows, has_samples=_has_samples(first)) for parts, rows in own])
+            pending = [([values] if values.size else [], _empty_metrics(first)) for values in samples]
+            return Columns.join(
+                [_digest_wide(parts, dtype, rows, has_samples=_has_samples(first)) for parts, rows in pending]
+            )
         num_samples = first.info.num_samples
         return _digest_rows(samples, dtype, num_samples=num_samples, has_samples=_has_samples(first))
 
 
-def _stacks_of(records: Records) -> tuple[list[list[int]], list[int] | None]:
+def _stack_batches(records: Records) -> tuple[list[list[int]], list[int] | None]:
     """Batches of similar records that are adjacent in one stored array, and the records that are read alone.
 
     Records are given by index. If all are read alone, there are no batches, and the second result is None.
@@ -146,29 +148,31 @@ def _stacks_of(records: Records) -> tuple[list[list[int]], list[int] | None]:
         groups[part] = number
     is_sample = np.zeros(len(records), dtype=np.int64)
     fields = ("sample_dim", "sample_ids", "tensor_name")
-    for (dim, ids, name), rows in equal_rows([records.stored(one) for one in fields]):
+    for (dim, ids, name), rows in equal_rows([records.stored(field) for field in fields]):
         is_sample[rows] = dim is None and is_one_sample(json.loads(ids), tensor_name=name)
     columns = (records.stored(name) for name in ("stack", "dtype", "compute_dtype", "sample_dim", "nbytes"))
-    found = []
+    batches = []
     for (*_, nbytes, _, _, has_stack), rows in equal_rows([*columns, groups, is_sample, is_stacked.astype(np.int64)]):
         if has_stack:
             step = max(1, _READ_NBYTES // max(1, int(nbytes)))
-            found += [rows[start : start + step].tolist() for start in range(0, len(rows), step)]
-    return found, np.flatnonzero(~is_stacked).tolist()
+            batches += [rows[start : start + step].tolist() for start in range(0, len(rows), step)]
+    return batches, np.flatnonzero(~is_stacked).tolist()
 
 
 def _has_samples(record: Record) -> bool:
     return record.sample_dim is not None or record.info.num_samples > 0
 
 
-def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
+def digests_from_columns(columns: Columns, dtypes: Sequence[str]) -> Digests:
     """The digests in columns of `DigestMeasure`, given the dtype in which each record was viewed.
 
     Raises:
         DataError: the number of dtypes differs from the number of records.
     """
     if len(dtypes) != columns.num_records:
-        raise DataError(f"{columns.num_records} digests were kept of {len(dtypes)} records: ask again with --no-cache")
+        raise DataError(
+            f"the cache has {columns.num_records} digests for {len(dtypes)} records: run again with --no-cache"
+        )
     sample_sizes = np.where(columns["has_samples"], columns.sizes("samples"), -1)
     return Digests(
         dtypes=dtypes,
@@ -182,13 +186,13 @@ def digests_of(columns: Columns, dtypes: Sequence[str]) -> Digests:
         counts=lambda: columns["counts"],
         sample_sizes=sample_sizes,
         samples=lambda: columns["samples"],
-        kept=(lambda: columns["kept"]) if "kept" in columns.names else None,
+        cached_metrics=(lambda: columns["kept"]) if "kept" in columns.names else None,
     )
 
 
-def digest_of(payload: Payload, *, dtype: str) -> Digest:
+def digest_from_payload(payload: Payload, *, dtype: str) -> Digest:
     """The digest in a payload of `DigestMeasure`."""
-    return digests_of(Columns.of_payloads([payload]), [dtype]).digest(0)
+    return digests_from_columns(Columns.of_payloads([payload]), [dtype]).digest(0)
 
 
 def digest_columns(
@@ -205,8 +209,8 @@ def digest_columns(
     dtypes, start = viewed_dtypes(records, view=view), 0
     for columns in (engine or Engine()).columns(records, DigestMeasure(view=view)):
         part = slice(start, start + columns.num_records)
-        known = digests_of(columns, dtypes[part])
-        yield known if is_mask is None else known.without_masks(is_mask[part])
+        measured = digests_from_columns(columns, dtypes[part])
+        yield measured if is_mask is None else measured.without_masks(is_mask[part])
         start = part.stop
 
 
@@ -233,7 +237,7 @@ def merge_digests(parts: Sequence[Digest]) -> Digest:
     )
 
 
-def group_digests_of(
+def grouped_digests(
     records: Records,
     numbers: Sequence[int] | NDArray[np.int64],
     *,
@@ -255,22 +259,22 @@ def group_digests_of(
         engine: The engine that reads the records.
         with_values: Whether the distinct numbers and their counts are needed.
     """
-    group_of = np.asarray(numbers, dtype=np.int64)
-    sizes = np.bincount(group_of)
-    groups = _Groups(viewed_dtypes(records, view=view), group_of, with_values=with_values)
-    start, left, done = 0, sizes.copy(), list[int]()
+    group_indices = np.asarray(numbers, dtype=np.int64)
+    sizes = np.bincount(group_indices)
+    groups = _Groups(viewed_dtypes(records, view=view), group_indices, with_values=with_values)
+    start, remaining, finished = 0, sizes.copy(), list[int]()
     for columns in digest_columns(records, view=view, engine=engine, is_mask=is_mask):
         stop = start + len(columns)
         groups.add(start, columns)
-        left -= np.bincount(group_of[start:stop], minlength=left.size)
-        ended = np.unique(group_of[start:stop])
-        done += ended[left[ended] == 0].tolist()
+        remaining -= np.bincount(group_indices[start:stop], minlength=remaining.size)
+        ended = np.unique(group_indices[start:stop])
+        finished += ended[remaining[ended] == 0].tolist()
         start = stop
-        while len(done) >= _MAX_GROUPS or (done and groups.num_ready(done) >= _MAX_WAITING):
-            yield groups.take(done[:_MAX_GROUPS])
-            del done[:_MAX_GROUPS]
-    if done:
-        yield groups.take(done)
+        while len(finished) >= _MAX_GROUPS or (finished and groups.num_ready(finished) >= _MAX_WAITING):
+            yield groups.take(finished[:_MAX_GROUPS])
+            del finished[:_MAX_GROUPS]
+    if finished:
+        yield groups.take(finished)
 
 
 _MAX_WAITING = 1 << 20
@@ -283,16 +287,16 @@ _MAX_GROUPS = 1 << 12
 class _Groups:
     """The digests of groups whose records have been read in part."""
 
-    def __init__(self, dtypes: Sequence[str], group_of: NDArray[np.int64], *, with_values: bool) -> None:
+    def __init__(self, dtypes: Sequence[str], group_indices: NDArray[np.int64], *, with_values: bool) -> None:
         num_records = len(dtypes)
-        self._dtypes, self._group_of, self._with_values = dtypes, group_of, with_values
+        self._dtypes, self._group_indices, self._with_values = dtypes, group_indices, with_values
         self._statistics = np.zeros((num_records, len(STATISTICS)))
         self._tallies = np.zeros((num_records, 1 + len(KINDS)), dtype=np.int64)
         self._ends = np.zeros((num_records, len(ENDS)))
         self._flags = np.ones((num_records, 2), dtype=np.bool_)
         # Sorted by group; the records of a group stay in order.
-        self._order = np.argsort(group_of, kind="stable")
-        self._starts = np.concatenate([[0], np.cumsum(np.bincount(group_of))])
+        self._order = np.argsort(group_indices, kind="stable")
+        self._starts = np.concatenate([[0], np.cumsum(np.bincount(group_indices))])
         self._waiting: dict[int, list[tuple[str, NDArray[Any], NDArray[Any]]]] = defaultdict(list)
         self._num_waiting = Counter[int]()
         self._tables: dict[int, dict[str, NDArray[np.int64]]] = defaultdict(dict)
@@ -311,12 +315,12 @@ class _Groups:
         if not self._with_values:
             return
         sizes = columns.sizes.tolist()
-        for place, group in enumerate(self._group_of[part].tolist()):
-            if sizes[place]:
-                self._waiting[group].append((columns.dtypes[place], *columns.stored_pairs(place)))
-                self._num_waiting[group] += sizes[place]
+        for index, group in enumerate(self._group_indices[part].tolist()):
+            if sizes[index]:
+                self._waiting[group].append((columns.dtypes[index], *columns.stored_pairs(index)))
+                self._num_waiting[group] += sizes[index]
                 if self._num_waiting[group] >= _MAX_WAITING:
-                    self._put_together(group)
+                    self._merge_waiting(group)
 
     def num_ready(self, groups: Sequence[int]) -> int:
         """Number of values in these groups that are not merged yet."""
@@ -331,24 +335,24 @@ class _Groups:
         tallies, ends = merge_tally_columns(self._tallies[rows], self._ends[rows], firsts)
         summaries = [self._summary(group) for group in groups]
         flags = np.logical_and.reduceat(self._flags[rows], firsts)
-        flags[:, 0] &= [one.is_exact for one in summaries]
+        flags[:, 0] &= [summary.is_exact for summary in summaries]
         names = [sorted({self._dtypes[row] for row in part.tolist()}) for part in np.split(rows, firsts[1:])]
-        found = Digests(
-            dtypes=[" ".join(one) for one in names],
+        merged = Digests(
+            dtypes=[" ".join(part) for part in names],
             statistics=merge_statistic_columns(self._statistics[rows], firsts),
             tallies=tallies,
             ends=ends,
             flags=flags,
             kinds=np.full(len(groups), CODE_KINDS.index(np.dtype("f8")), dtype=np.uint8),
-            sizes=np.array([one.values.size for one in summaries], dtype=np.int64),
-            codes=lambda: np.concatenate([one.values for one in summaries]).view(np.uint8),
-            counts=lambda: np.concatenate([one.counts for one in summaries]),
+            sizes=np.array([summary.values.size for summary in summaries], dtype=np.int64),
+            codes=lambda: np.concatenate([summary.values for summary in summaries]).view(np.uint8),
+            counts=lambda: np.concatenate([summary.counts for summary in summaries]),
             sample_sizes=np.full(len(groups), -1),
             samples=lambda: np.zeros((0, len(SAMPLE_METRICS))),
         )
-        return chosen, found
+        return chosen, merged
 
-    def _put_together(self, group: int) -> None:
+    def _merge_waiting(self, group: int) -> None:
         """Count values of narrow types in tables, and merge summaries of wide types, like carries of a counter."""
         waiting = self._waiting.pop(group, [])
         self._num_waiting[group] = 0
@@ -362,16 +366,16 @@ class _Groups:
             push(self._wide[group], summary, number=self._num_wide[group], merge=merge_summaries)
         for dtype, pairs in narrow.items():
             codes, counts = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-            found = np.bincount(codes, weights=counts).astype(np.int64)
-            known = self._tables[group].get(dtype)
-            if known is not None:
-                size = max(known.size, found.size)
-                found = np.pad(found, (0, size - found.size)) + np.pad(known, (0, size - known.size))
-            self._tables[group][dtype] = found
+            table = np.bincount(codes, weights=counts).astype(np.int64)
+            previous = self._tables[group].get(dtype)
+            if previous is not None:
+                size = max(previous.size, table.size)
+                table = np.pad(table, (0, size - table.size)) + np.pad(previous, (0, size - previous.size))
+            self._tables[group][dtype] = table
 
     def _summary(self, group: int) -> Summary:
         """The summary of a group, which is then removed."""
-        self._put_together(group)
+        self._merge_waiting(group)
         parts = self._wide.pop(group, [])
         for dtype, table in self._tables.pop(group, {}).items():
             (codes,) = np.nonzero(table)
@@ -383,11 +387,11 @@ class _Groups:
         return merge_summaries(parts) if len(parts) > 1 else parts[0]
 
 
-def _of_statistics(record: Record) -> Columns:
+def _statistics_columns(record: Record) -> Columns:
     """The digest of a record without stored values, from the catalogue and the statistics."""
     statistics, overflow = record.statistics(), record.overflow
     counts = [0 if kind == "flushed" else getattr(overflow, kind).count for kind in KINDS]
-    return _one(
+    return _record_columns(
         statistics,
         counts=[statistics.num_elements, *counts],
         ends=(overflow.minimum, overflow.maximum, statistics.absmax, None),
@@ -396,7 +400,7 @@ def _of_statistics(record: Record) -> Columns:
     )
 
 
-def _one(
+def _record_columns(
     statistics: Statistics,
     *,
     counts: Sequence[int],
@@ -480,9 +484,9 @@ class _Table:
         natures[values == -np.inf] = Nature.LOWER
         natures[np.isnan(values)] = Nature.NAN
         with np.errstate(invalid="ignore"):  # signaling NaN
-            _, firsts, found = np.unique(values + 0.0, return_index=True, return_inverse=True)
+            _, firsts, inverse = np.unique(values + 0.0, return_index=True, return_inverse=True)
         ranks = np.zeros(values.size, dtype=np.uint16)
-        ranks[:] = found
+        ranks[:] = inverse
         codes = firsts.astype(np.uint16)
         codes = np.pad(codes, (0, values.size - codes.size))
         for array in (natures, ranks, codes):
@@ -494,18 +498,18 @@ class _Counters(threading.local):
     """Counters of a thread. They are zero between records."""
 
     def __init__(self) -> None:
-        self.known: dict[int, _Counted] = {}
+        self.by_size: dict[int, _Counted] = {}
 
     def of(self, num_patterns: int) -> _Counted:
         """The counters for a number of patterns."""
-        if num_patterns not in self.known:
-            self.known[num_patterns] = _Counted(
+        if num_patterns not in self.by_size:
+            self.by_size[num_patterns] = _Counted(
                 np.zeros((NUM_TABLES, num_patterns), dtype=np.uint32),
                 np.zeros(num_patterns, dtype=np.int64),
                 np.zeros(num_patterns + 1, dtype=np.uint16),
                 np.zeros(num_patterns, dtype=np.int64),
             )
-        return self.known[num_patterns]
+        return self.by_size[num_patterns]
 
 
 class _Counted(NamedTuple):
@@ -515,16 +519,16 @@ class _Counted(NamedTuple):
     """The counts of the current sample."""
     totals: NDArray[np.int64]
     """The counts of the current record."""
-    met: NDArray[np.uint16]
+    occurring: NDArray[np.uint16]
     """Space for the list of patterns that occurred."""
-    of_ranks: NDArray[np.int64]
+    rank_totals: NDArray[np.int64]
     """The counts of the current record by rank of the value."""
 
 
 _counters = _Counters()
 
 
-class _Room(NamedTuple):
+class _Buffers(NamedTuple):
     """Arrays into which the digests of records are written."""
 
     statistics: NDArray[np.float64]
@@ -535,7 +539,7 @@ class _Room(NamedTuple):
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, num_records: int, num_pairs: int) -> _Room:
+    def of(cls, num_records: int, num_pairs: int) -> _Buffers:
         """Arrays for a number of records, with `num_pairs` distinct values in all of them."""
         return cls(
             np.zeros((num_records, len(STATISTICS))),
@@ -566,7 +570,7 @@ def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples
     counted = _counters.of(numbers.size)
     num_records = len(samples_RSI)
     metrics = np.zeros((num_records, num_samples, len(SAMPLE_METRICS)))
-    room = _Room.of(num_records, num_records * min(numbers.size, math.prod(samples_RSI.shape[1:])))
+    buffers = _Buffers.of(num_records, num_records * min(numbers.size, math.prod(samples_RSI.shape[1:])))
     patterns = frozen(samples_RSI.view(f"u{dtype.itemsize}"), shape=samples_RSI.shape)
     try:
         num_pairs = digest_records(
@@ -576,68 +580,70 @@ def _digest_rows(samples_RSI: NDArray[Any], dtype: np.dtype[Any], *, num_samples
             table.natures,
             table.ranks,
             table.codes,
-            counted.of_ranks,
+            counted.rank_totals,
             metrics,
-            room.statistics,
-            room.tallies,
-            room.ends,
-            room.sizes,
-            room.codes,
-            room.counts,
+            buffers.statistics,
+            buffers.tallies,
+            buffers.ends,
+            buffers.sizes,
+            buffers.codes,
+            buffers.counts,
         )
     except BaseException:
         # The counters contain a part of a record.
-        _counters.known.clear()
+        _counters.by_size.clear()
         raise
-    return room.columns(num_pairs, dtype, metrics if has_samples else None)
+    return buffers.columns(num_pairs, dtype, metrics if has_samples else None)
 
 
-def _narrow(
+def _digest_narrow(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
     """The digest of values of a type of at most 16 bits. Fills the rows of `metrics`, one for each sample, if any."""
     values, natures = pattern_values(dtype), _Table.of(dtype).natures
     counted = _counters.of(values.size)
     try:
-        num_met, num_samples = 0, 0
+        num_occurring, num_samples = 0, 0
         for part in parts:
             patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
             rows = metrics[num_samples : num_samples + len(patterns)]
-            num_met = count_samples(patterns, *counted[:3], num_met, values, natures, rows)
+            num_occurring = count_samples(patterns, *counted[:3], num_occurring, values, natures, rows)
             num_samples += len(patterns)
-        return _finished(counted, num_met, dtype, metrics[np.newaxis] if has_samples else None)
+        return _finished(counted, num_occurring, dtype, metrics[np.newaxis] if has_samples else None)
     except BaseException:
         # The counters contain a part of a record.
-        _counters.known.clear()
+        _counters.by_size.clear()
         raise
 
 
-def _of_counts(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Columns:
+def _counts_columns(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Columns:
     """The digest of values, given the count of each pattern."""
     counted = _counters.of(counts.size)
     (patterns,) = np.nonzero(counts)
     counted.totals[patterns] = counts[patterns]
-    counted.met[: patterns.size] = patterns
+    counted.occurring[: patterns.size] = patterns
     return _finished(counted, patterns.size, dtype, None)
 
 
-def _finished(counted: _Counted, num_met: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
-    table, room = _Table.of(dtype), _Room.of(1, num_met)
-    room.sizes[0] = finish_record(
-        counted.met[:num_met],
+def _finished(
+    counted: _Counted, num_occurring: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None
+) -> Columns:
+    table, buffers = _Table.of(dtype), _Buffers.of(1, num_occurring)
+    buffers.sizes[0] = finish_record(
+        counted.occurring[:num_occurring],
         counted.totals,
         pattern_values(dtype),
         table.natures,
         table.ranks,
         table.codes,
-        counted.of_ranks,
-        room.statistics[0],
-        room.tallies[0],
-        room.ends[0],
-        room.codes,
-        room.counts,
+        counted.rank_totals,
+        buffers.statistics[0],
+        buffers.tallies[0],
+        buffers.ends[0],
+        buffers.codes,
+        buffers.counts,
     )
-    return room.columns(int(room.sizes[0]), dtype, samples)
+    return buffers.columns(int(buffers.sizes[0]), dtype, samples)
 
 
 def load_kernels() -> None:
@@ -645,7 +651,7 @@ def load_kernels() -> None:
     for name in ("bfloat16", "float16"):
         dtype = numpy_dtype(name)
         _digest_rows(np.ones((1, 1, 1), dtype), dtype, num_samples=1, has_samples=True)
-        _narrow([np.ones((1, 1), dtype)], dtype, np.zeros((1, len(SAMPLE_METRICS))), has_samples=True)
+        _digest_narrow([np.ones((1, 1), dtype)], dtype, np.zeros((1, len(SAMPLE_METRICS))), has_samples=True)
 
 
 def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
@@ -661,7 +667,7 @@ def _parts(record: Record, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
         yield viewed[np.newaxis] if record.sample_dim is None else viewed
 
 
-def _metrics_of(record: Record) -> NDArray[np.float64]:
+def _empty_metrics(record: Record) -> NDArray[np.float64]:
     """A row of metrics for each sample, with the values for an empty sample. There are no rows without samples."""
     empty = [0.0 if name in _COUNTED or name == "norm" else math.nan for name in SAMPLE_METRICS]
     return np.tile(np.array(empty), (record.info.num_samples, 1))
@@ -671,7 +677,7 @@ _COUNTED = {"num_elements", "num_finite", *KINDS}
 _STATISTICAL = {"num_elements", *STATISTICS, "mean", "std", "norm"} & set(SAMPLE_METRICS)
 
 
-def _wide(
+def _digest_wide(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
     """The digest of values of a type of more than 16 bits. Fills the rows of `metrics`, one for each sample."""
@@ -684,14 +690,14 @@ def _wide(
             statistics.append(statistics_of(sample))
             tallies.append(scan(sample, limits=limits))
             summarizer.add(sample)
-    together = merge_tallies(tallies)
-    for row, known, counted in zip(metrics, statistics, tallies, strict=False):
-        found = [getattr(known if name in _STATISTICAL else counted, name) for name in SAMPLE_METRICS]
-        row[:] = [math.nan if value is None else value for value in found]
-    return _one(
+    total = merge_tallies(tallies)
+    for row, statistic, tally in zip(metrics, statistics, tallies, strict=False):
+        metric_values = [getattr(statistic if name in _STATISTICAL else tally, name) for name in SAMPLE_METRICS]
+        row[:] = [math.nan if value is None else value for value in metric_values]
+    return _record_columns(
         merge_statistics(statistics),
-        counts=[together.num_elements, *(getattr(together, kind) for kind in KINDS)],
-        ends=[getattr(together, name) for name in ENDS],
+        counts=[total.num_elements, *(getattr(total, kind) for kind in KINDS)],
+        ends=[getattr(total, name) for name in ENDS],
         summary=summarizer.summary(),
         kind="f4" if dtype in (np.float32, np.complex64) else "f8",
         samples=metrics if has_samples else None,
@@ -701,12 +707,12 @@ def _wide(
 def merge_tallies(parts: Sequence[Tallies]) -> Tallies:
     """The tallies of all parts together, without samples; zero counts and no extremes if there are no parts."""
     ends: dict[str, Any] = {
-        name: choose((end for one in parts if (end := getattr(one, name)) is not None), default=None)
+        name: choose((end for part in parts if (end := getattr(part, name)) is not None), default=None)
         for name, choose in zip(ENDS, (min, max, max, min), strict=True)
     }
     return Tallies(
-        num_elements=sum(one.num_elements for one in parts),
-        **{kind: sum(getattr(one, kind) for one in parts) for kind in KINDS},
+        num_elements=sum(part.num_elements for part in parts),
+        **{kind: sum(getattr(part, kind) for part in parts) for kind in KINDS},
         **ends,
         per_sample=None,
     )

@@ -30,14 +30,14 @@ from ranktape.analyze.console import passing_line, say
 from ranktape.analyze.engine.cache import (
     Cache,
     CacheObject,
+    CacheWriter,
     Columns,
     Keys,
     Payload,
-    Shelf,
-    name_of_text,
     record_keys,
+    text_digest,
 )
-from ranktape.analyze.engine.executors import ADDRESS, Workers, in_order, no_leaving, workers_of
+from ranktape.analyze.engine.executors import ADDRESS, Workers, deferring_exit, get_workers, in_order
 from ranktape.errors import RanktapeError, StorageError, UsageError
 from ranktape.storage import Record, Records
 from ranktape.storage.places.failures import printable
@@ -52,10 +52,10 @@ BATCH_NBYTES = 128 << 20
 BATCH_RECORDS = 1024
 """Maximum number of records that are measured together."""
 
-KEPT_NBYTES = 64 << 20
+RETAINED_NBYTES = 64 << 20
 """Amount of freed memory that the allocator retains, in bytes. glibc allows blocks of at most half of it."""
 
-PARTS_IN_TURN = 4
+MIN_PARTS_PER_SLOT = 4
 """Minimum number of parts into which tasks are divided, for each part that may be in flight."""
 
 KEY_COLUMNS = ("site", "checksum", "dtype", "compute_dtype", "shape", "sample_dim", "keep", "nbytes")
@@ -75,7 +75,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
 class Measure(Protocol):
@@ -105,7 +105,9 @@ Measured = tuple[Columns, dict[int, RanktapeError], str]
 the columns could not be written to the cache (empty if they were written, or if there is no cache)."""
 
 
-def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf | None, *, raises: bool) -> Measured:
+def measure_batch(
+    records: Records, keys: Keys, measure: Measure, writer: CacheWriter | None, *, raises: bool
+) -> Measured:
     """Measure records and write their columns to the cache.
 
     Raises:
@@ -119,18 +121,18 @@ def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf |
         if raises:
             raise
         parts = []
-        for place, record in enumerate(each_record(records)):
+        for index, record in enumerate(each_record(records)):
             try:
-                parts.append(measure([unless_failed(record)]))
+                parts.append(measure([raise_if_error(record)]))
             except RanktapeError as error:
-                errors[place] = error
+                errors[index] = error
         columns = Columns.join(parts)
-    if shelf is None or not columns.num_records:
+    if writer is None or not columns.num_records:
         return columns, errors, ""
-    good = np.setdiff1d(np.arange(len(keys)), list(errors)) if errors else slice(None)
+    measured = np.setdiff1d(np.arange(len(keys)), list(errors)) if errors else slice(None)
     try:
-        with no_leaving():
-            shelf.put(keys[good], columns)
+        with deferring_exit():
+            writer.put(keys[measured], columns)
     except StorageError as error:
         return columns, errors, str(error)
     return columns, errors, ""
@@ -138,32 +140,32 @@ def measure_batch(records: Records, keys: Keys, measure: Measure, shelf: Shelf |
 
 def each_record(records: Sequence[Record | RanktapeError]) -> Iterator[Record | RanktapeError]:
     """The records in order, with the error in place of each record that cannot be opened."""
-    done = 0
+    num_yielded = 0
     try:
         for record in records:
             yield record
-            done += 1
+            num_yielded += 1
     except RanktapeError:
-        for place in range(done, len(records)):
+        for index in range(num_yielded, len(records)):
             try:
-                yield records[place]
+                yield records[index]
             except RanktapeError as error:
                 yield error
 
 
-def unless_failed(found: Answer | RanktapeError) -> Answer:
+def raise_if_error(value: Value | RanktapeError) -> Value:
     """The argument, unless it is an error.
 
     Raises:
         RanktapeError: the argument, if it is an error.
     """
-    if isinstance(found, RanktapeError):
-        raise found
-    return found
+    if isinstance(value, RanktapeError):
+        raise value
+    return value
 
 
 @functools.cache
-def keep_freed_memory(nbytes: int = KEPT_NBYTES) -> None:
+def keep_freed_memory(nbytes: int = RETAINED_NBYTES) -> None:
     """Make the allocator reuse the memory of a chunk, because page faults take as long as the counting.
 
     glibc does so by itself after the first large block is freed, unless MALLOC_TRIM_THRESHOLD_ is set, which Dask does
@@ -182,16 +184,18 @@ def call_all(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
     return [function(task) for task in tasks]
 
 
-def shares(sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS) -> list[slice]:
+def split_by_size(
+    sizes: Sequence[int], *, max_nbytes: int = BATCH_NBYTES, max_number: int = BATCH_RECORDS
+) -> list[slice]:
     """Consecutive slices of items with these sizes in bytes; each has one item or stays within both bounds."""
-    found = []
+    slices = []
     start, total = 0, 0
-    for place, size in enumerate(sizes):
-        if place > start and (total + size > max_nbytes or place - start >= max_number):
-            found.append(slice(start, place))
-            start, total = place, 0
+    for index, size in enumerate(sizes):
+        if index > start and (total + size > max_nbytes or index - start >= max_number):
+            slices.append(slice(start, index))
+            start, total = index, 0
         total += size
-    return [*found, slice(start, len(sizes))] if sizes else []
+    return [*slices, slice(start, len(sizes))] if sizes else []
 
 
 class WorkPlan:
@@ -215,11 +219,11 @@ class WorkPlan:
     def keys(self) -> Keys:
         """The keys of the records."""
         if self._files:
-            return record_keys([[_state_of(file) for file in self._files]])
+            return record_keys([[_file_state(file) for file in self._files]])
         return record_keys([self._records.stored(name) for name in KEY_COLUMNS])
 
 
-def _state_of(file: Any) -> str:
+def _file_state(file: Any) -> str:
     """A text that changes when a file is written again."""
     status: os.stat_result | None = None
     with suppress(OSError):  # reading the file reports the error
@@ -234,7 +238,7 @@ def _state_of(file: Any) -> str:
 class _Span:
     """Consecutive records of one group of one source. Those that are not cached are measured together."""
 
-    known: Sequence[tuple[Columns, NDArray[np.int64]]]
+    cached: Sequence[tuple[Columns, NDArray[np.int64]]]
     """Cached objects with some of its records, and the index of each record in the object, or -1."""
     missing: NDArray[np.int64]
     """Indices in the span of the records that are not cached."""
@@ -245,47 +249,49 @@ class _Span:
     nbytes: int
     """Size of all its records, in bytes."""
 
-    def together(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
+    def joined(self, measured: Measured | None) -> tuple[Columns, dict[int, RanktapeError]]:
         """The columns of the records that did not fail, and the errors of the others by their index in the span."""
-        parts, places = [], [np.zeros(0, dtype=np.int64)]
-        left = np.ones(self.num_records, dtype=np.bool_)
-        for columns, found in self.known:
-            (own,) = np.nonzero((found >= 0) & left)
-            left[own] = False
-            if own.size:
-                parts.append(columns.take(found[own]))
-                places.append(own)
+        parts, indices = [], [np.zeros(0, dtype=np.int64)]
+        is_open = np.ones(self.num_records, dtype=np.bool_)
+        for columns, object_rows in self.cached:
+            (rows,) = np.nonzero((object_rows >= 0) & is_open)
+            is_open[rows] = False
+            if rows.size:
+                parts.append(columns.take(object_rows[rows]))
+                indices.append(rows)
         errors: dict[int, RanktapeError] = {}
         if measured is not None:
             columns, failed, _ = measured
-            errors = {int(self.missing[place]): error for place, error in failed.items()}
+            errors = {int(self.missing[index]): error for index, error in failed.items()}
             if columns.num_records:
                 parts.append(columns)
-                places.append(np.setdiff1d(self.missing, list(errors)))
-        return Columns.join(parts).take(np.argsort(np.concatenate(places))), errors
+                indices.append(np.setdiff1d(self.missing, list(errors)))
+        return Columns.join(parts).take(np.argsort(np.concatenate(indices))), errors
 
 
 def _spans(
     records: Records, plan: WorkPlan, cache: Cache | None, measure: Measure, *, raises: bool
 ) -> Generator[_Span, None, None]:
     """The spans of all records of one source, in order."""
-    for (path, places), (objects, damaged) in zip(plan.groups, _looked_up(plan, cache), strict=True):
-        first, last = int(places.start), int(places.stop)
+    for (path, group), (objects, damaged) in zip(plan.groups, _prefetched_objects(plan, cache), strict=True):
+        first, last = int(group.start), int(group.stop)
         keys = np.zeros((last - first, 2), dtype=np.uint64) if cache is None else plan.keys[first:last]
-        looked = [(one.columns, one.look_up(keys)) for one in objects]
-        is_known = np.zeros(last - first, dtype=np.bool_)
-        for _, found in looked:
-            is_known |= found >= 0
+        lookups = [(cache_object.columns, cache_object.index_of(keys)) for cache_object in objects]
+        is_cached = np.zeros(last - first, dtype=np.bool_)
+        for _, object_rows in lookups:
+            is_cached |= object_rows >= 0
         sizes = np.array(plan.sizes[first:last], dtype=np.int64)
         # Cached records are not read and do not count towards the size of a batch.
-        for part in shares(np.where(is_known, 0, sizes).tolist()):
-            missing, work = np.flatnonzero(~is_known[part]), None
+        for part in split_by_size(np.where(is_cached, 0, sizes).tolist()):
+            missing, work = np.flatnonzero(~is_cached[part]), None
             if missing.size:
                 chosen = records.take((first + part.start + missing).tolist())
-                shelf = None if cache is None else cache.shelf(path, damaged=damaged)
-                work = (partial(measure_batch, raises=raises), chosen, keys[part][missing], measure, shelf)
+                writer = None if cache is None else cache.writer(path, damaged=damaged)
+                work = (partial(measure_batch, raises=raises), chosen, keys[part][missing], measure, writer)
             yield _Span(
-                known=[(columns, found[part]) for columns, found in looked if (found[part] >= 0).any()],
+                cached=[
+                    (columns, object_rows[part]) for columns, object_rows in lookups if (object_rows[part] >= 0).any()
+                ],
                 missing=missing,
                 work=work,
                 cache=cache,
@@ -294,23 +300,23 @@ def _spans(
             )
 
 
-def _looked_up(plan: WorkPlan, cache: Cache | None) -> Iterator[tuple[Sequence[CacheObject], Sequence[str]]]:
+def _prefetched_objects(plan: WorkPlan, cache: Cache | None) -> Iterator[tuple[Sequence[CacheObject], Sequence[str]]]:
     """The results of `Cache.find` for all groups in order. Some are fetched in advance."""
     if cache is None:
         yield from itertools.repeat(((), ()), len(plan.groups))
         return
     with ThreadPoolExecutor(_LOOKS_AHEAD) as pool:
-        ahead = deque[Future[tuple[Sequence[CacheObject], Sequence[str]]]]()
+        pending = deque[Future[tuple[Sequence[CacheObject], Sequence[str]]]]()
         try:
             for path, _ in plan.groups:
-                ahead.append(pool.submit(cache.find, path))
-                if len(ahead) > _LOOKS_AHEAD:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+                pending.append(pool.submit(cache.find, path))
+                if len(pending) > _LOOKS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            for looked in ahead:
-                looked.cancel()
+            for future in pending:
+                future.cancel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,8 +369,8 @@ class Engine:
         """
         for columns, errors in self._measure(records, measure, raises=False):
             payloads = iter(columns.payloads())
-            for place in range(columns.num_records + len(errors)):
-                yield errors[place] if place in errors else next(payloads)
+            for index in range(columns.num_records + len(errors)):
+                yield errors[index] if index in errors else next(payloads)
 
     def _measure(
         self, records: Records, measure: Measure, *, raises: bool
@@ -372,28 +378,29 @@ class Engine:
         if not len(records):
             return
         parts = [(part.records, WorkPlan(part.records)) for part in records.parts()]
-        caches: dict[str, Cache | None] = {own.reader.url: None for own, _ in parts}
+        caches: dict[str, Cache | None] = {source_records.reader.url: None for source_records, _ in parts}
         for url in caches if self.use_cache else ():
-            same = [(own, plan) for own, plan in parts if own.reader.url == url]
-            groups = [path for _, plan in same for path in plan.paths]
-            caches[url] = Cache(same[0][0].reader, name=measure.name, groups=groups, warn=warn_once)
+            same_source = [(source_records, plan) for source_records, plan in parts if source_records.reader.url == url]
+            groups = [path for _, plan in same_source for path in plan.paths]
+            caches[url] = Cache(same_source[0][0].reader, name=measure.name, groups=groups, warn=warn_once)
         spans = itertools.chain.from_iterable(
-            _spans(own, plan, caches[own.reader.url], measure, raises=raises) for own, plan in parts
+            _spans(source_records, plan, caches[source_records.reader.url], measure, raises=raises)
+            for source_records, plan in parts
         )
         total = sum(sum(plan.sizes) for _, plan in parts)
         works = ((span, span.work) for span in spans)
         with (
-            bytes_left(total, is_shown=self.show_progress, description="counting") as advance,
+            bytes_progress(total, is_shown=self.show_progress, description="counting") as advance,
             closing(in_order(works, start=self._workers)) as done,
         ):
             for span, measured in done:
                 advance(span.nbytes)
                 if measured is not None and measured[-1] and span.cache is not None:
-                    span.cache.give_up(measured[-1])
-                yield span.together(measured)
+                    span.cache.stop_writing(measured[-1])
+                yield span.joined(measured)
 
     def _workers(self) -> Workers:
-        return workers_of(workers=self.workers, scheduler=self.scheduler)
+        return get_workers(workers=self.workers, scheduler=self.scheduler)
 
     def map(
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, sizes: Sequence[int] | None = None
@@ -409,14 +416,15 @@ class Engine:
         if not tasks:
             return
         workers = self._workers()
-        alone = [slice(place, place + 1) for place in range(len(tasks))]
-        together = alone
+        batches = [slice(index, index + 1) for index in range(len(tasks))]
         if sizes is not None and workers.in_flight > 1:
             # All workers should be busy until near the end.
-            together = shares(sizes, max_nbytes=min(BATCH_NBYTES, sum(sizes) // (PARTS_IN_TURN * workers.in_flight)))
+            batches = split_by_size(
+                sizes, max_nbytes=min(BATCH_NBYTES, sum(sizes) // (MIN_PARTS_PER_SLOT * workers.in_flight))
+            )
         is_shown = self.show_progress and sizes is not None
-        with bytes_left(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
-            works = ((part, (call_all, function, tasks[part])) for part in together)
+        with bytes_progress(sum(sizes or ()), is_shown=is_shown, description="reading") as advance:
+            works = ((part, (call_all, function, tasks[part])) for part in batches)
             for part, results in in_order(works, start=lambda: workers):
                 advance(sum((sizes or ())[part]))
                 yield from results
@@ -425,14 +433,14 @@ class Engine:
 def _payload(value: Any) -> Payload:
     if isinstance(value, np.ndarray):
         return {"array": value}
-    return {"json": np.frombuffer(json.dumps(value, default=lambda one: one.item()).encode(), dtype=np.uint8)}
+    return {"json": np.frombuffer(json.dumps(value, default=lambda scalar: scalar.item()).encode(), dtype=np.uint8)}
 
 
 def _value(payload: Payload) -> Any:
     return payload["array"] if "array" in payload else json.loads(payload["json"].tobytes())
 
 
-def values_of_records(
+def cached_record_values(
     records: Records, compute: Callable[[Records], Iterator[Any]], *, name: str, engine: Engine
 ) -> list[Any]:
     """The value of each record, or its `RanktapeError`. Values that are not cached are computed and cached.
@@ -447,18 +455,18 @@ def values_of_records(
         return list(compute(records))
     values: list[Any] = [None] * len(records)
     for part in records.by_source():
-        plan, own = WorkPlan(part.records), part.records
+        plan, source_records = WorkPlan(part.records), part.records
 
-        def make(places: Sequence[int], own: Records = own) -> Iterator[Any]:
-            return compute(own if len(places) == len(own) else own.take(places))
+        def compute_missing(indices: Sequence[int], source_records: Records = source_records) -> Iterator[Any]:
+            return compute(source_records if len(indices) == len(source_records) else source_records.take(indices))
 
-        found = values_of_keys(own.reader, plan.groups, plan.keys, make, name=name)
-        for place, value in zip(part.places.tolist(), found, strict=True):
-            values[place] = value
+        part_values = cached_values(source_records.reader, plan.groups, plan.keys, compute_missing, name=name)
+        for index, value in zip(part.places.tolist(), part_values, strict=True):
+            values[index] = value
     return values
 
 
-def values_of_keys(  # location, subject, and method
+def cached_values(  # location, subject, and method
     reader: RecordOrigin,
     groups: Sequence[tuple[str, slice]],
     keys: Keys,
@@ -479,36 +487,38 @@ def values_of_keys(  # location, subject, and method
     """
     cache = Cache(reader, name=name, groups={path for path, _ in groups}, warn=warn_once)
     values: dict[int, Any] = {}
-    for path, places in groups:
-        for one in cache.find(path)[0]:
-            looked = one.look_up(keys[places])
-            (known,) = np.nonzero(looked >= 0)
-            found = map(_value, one.columns.take(looked[known]).payloads())
-            values |= zip((int(places.start) + known).tolist(), found, strict=True)
-    missing = [place for place in range(len(keys)) if place not in values]
-    made = make(missing) if missing else iter(())
-    for path, places in groups:
-        own = [place for place in range(int(places.start), int(places.stop)) if place not in values]
-        for start in range(0, len(own), max_rows):
-            chosen = own[start : start + max_rows]
-            fresh = dict(zip(chosen, itertools.islice(made, len(chosen)), strict=True))
+    for path, group in groups:
+        for cache_object in cache.find(path)[0]:
+            object_rows = cache_object.index_of(keys[group])
+            (cached,) = np.nonzero(object_rows >= 0)
+            loaded = map(_value, cache_object.columns.take(object_rows[cached]).payloads())
+            values |= zip((int(group.start) + cached).tolist(), loaded, strict=True)
+    missing = [index for index in range(len(keys)) if index not in values]
+    computed = make(missing) if missing else iter(())
+    for path, group in groups:
+        group_missing = [index for index in range(int(group.start), int(group.stop)) if index not in values]
+        for start in range(0, len(group_missing), max_rows):
+            chosen = group_missing[start : start + max_rows]
+            fresh = dict(zip(chosen, itertools.islice(computed, len(chosen)), strict=True))
             values |= fresh
-            good = [place for place, value in fresh.items() if not isinstance(value, RanktapeError)]
-            if good:
-                cache.keep(path, keys[good], Columns.of_payloads([_payload(fresh[place]) for place in good]))
-    return [values[place] for place in range(len(keys))]
+            valid = [index for index, value in fresh.items() if not isinstance(value, RanktapeError)]
+            if valid:
+                cache.write(path, keys[valid], Columns.of_payloads([_payload(fresh[index]) for index in valid]))
+    return [values[index] for index in range(len(keys))]
 
 
-def value_of_all(records: Sequence[Records], about: Sequence[str], make: Callable[[], Any], *, name: str) -> Any:
+def cached_joint_value(
+    records: Sequence[Records], parameters: Sequence[str], make: Callable[[], Any], *, name: str
+) -> Any:
     """A value that depends on several selections of records, from the cache or from `make`.
 
     The key consists of the keys of the records and `about`. A `RanktapeError` is not cached. `name` contains the
     version. The value is cached with the first selection.
     """
-    words = [word for one in records for word in (str(len(one)), WorkPlan(one).keys.tobytes().hex())]
-    path = f"together/{name_of_text(chr(0).join([*words, *about]))}"
+    texts = [text for selection in records for text in (str(len(selection)), WorkPlan(selection).keys.tobytes().hex())]
+    path = f"together/{text_digest(chr(0).join([*texts, *parameters]))}"
     keys = np.zeros((1, 2), dtype=np.uint64)
-    (value,) = values_of_keys(records[0].reader, [(path, slice(0, 1))], keys, lambda _: iter([make()]), name=name)
+    (value,) = cached_values(records[0].reader, [(path, slice(0, 1))], keys, lambda _: iter([make()]), name=name)
     return value
 
 
@@ -537,7 +547,7 @@ def work_bar(description: str) -> Iterator[Callable[[int, int], object]]:
 class _Screen:
     """A progress display on the terminal, and the number of concurrent questions that use it."""
 
-    shown: Progress
+    progress: Progress
     num_users: int = 0
 
 
@@ -561,27 +571,27 @@ def steps(total: int) -> Iterator[None]:
 
 def next_step() -> None:
     """Start the next step, if the work has steps."""
-    if (known := _steps.get()) is not None:
-        known[0] += 1
+    if (step := _steps.get()) is not None:
+        step[0] += 1
 
 
 @contextlib.contextmanager
-def one_step(description: str, *, is_shown: bool) -> Iterator[None]:
+def step_line(description: str, *, is_shown: bool) -> Iterator[None]:
     """Run the next step. A line names it if the work has steps, `is_shown` is set and stderr is a terminal.
 
     The line is removed when the step is finished, before anything else is printed.
     """
     next_step()
-    known = _steps.get()
-    if known is None or not is_shown or not sys.stderr.isatty():
+    step = _steps.get()
+    if step is None or not is_shown or not sys.stderr.isatty():
         yield
         return
-    with passing_line(f"{known[0]} of {known[1]}: {description}"):
+    with passing_line(f"{step[0]} of {step[1]}: {description}"):
         yield
 
 
 @contextlib.contextmanager
-def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
+def bytes_progress(total: int, *, is_shown: bool, description: str) -> Iterator[Callable[[int], object]]:
     """A function to call with the number of bytes, of `total`, that have been read or were cached.
 
     It moves a bar with bytes, rate and remaining time if `is_shown` is set and stderr is a terminal. Each question has
@@ -592,23 +602,23 @@ def bytes_left(total: int, *, is_shown: bool, description: str) -> Iterator[Call
         yield lambda _: None
         return
     if not _screens:
-        _screens.append(_Screen(_started()))
+        _screens.append(_Screen(_start_progress()))
     screen = _screens[0]
     screen.num_users += 1
-    number = "" if (known := _steps.get()) is None else f"{known[0]} of {known[1]}: "
-    task = screen.shown.add_task(number + description, total=total)
+    number = "" if (step := _steps.get()) is None else f"{step[0]} of {step[1]}: "
+    task = screen.progress.add_task(number + description, total=total)
     try:
-        yield lambda nbytes: screen.shown.advance(task, nbytes)
+        yield lambda nbytes: screen.progress.advance(task, nbytes)
     finally:
         screen.num_users -= 1
-        screen.shown.refresh()
-        screen.shown.remove_task(task)
+        screen.progress.refresh()
+        screen.progress.remove_task(task)
         if not screen.num_users:
             _screens.clear()
-            screen.shown.stop()
+            screen.progress.stop()
 
 
-def _started() -> Progress:
+def _start_progress() -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -626,6 +636,6 @@ def _started() -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    shown = Progress(*columns, console=Console(stderr=True), transient=True)
-    shown.start()
-    return shown
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.start()
+    return progress

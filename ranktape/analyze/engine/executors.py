@@ -49,10 +49,10 @@ def become_worker(environment: Mapping[str, str], num_workers: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(share_cores(num_workers)))
     # Ctrl-C reaches every process of the terminal. Only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
 
 
 def is_worker() -> bool:
@@ -61,7 +61,7 @@ def is_worker() -> bool:
 
 
 @contextlib.contextmanager
-def no_leaving() -> Iterator[None]:
+def deferring_exit() -> Iterator[None]:
     """A context that SIGTERM does not interrupt. A worker that receives SIGTERM in it exits afterwards."""
     _State.num_writing += 1
     try:
@@ -72,15 +72,15 @@ def no_leaving() -> Iterator[None]:
             os._exit(_EXIT_CODE)
 
 
-def _leave(_number: int = 0, _frame: FrameType | None = None) -> None:
+def _exit(_number: int = 0, _frame: FrameType | None = None) -> None:
     _State.must_end = True
     if not _State.num_writing:
         os._exit(_EXIT_CODE)
 
 
-def _leave_with(sentinel: int) -> None:
+def _exit_with_parent(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
-    _leave()
+    _exit()
 
 
 Key = TypeVar("Key")
@@ -91,7 +91,7 @@ CONNECT_SECONDS = 10
 _END_SECONDS = 2.0
 """Maximum time until workers exit after SIGTERM, in seconds. Then they are killed."""
 
-_HELD_BACK = 32
+_MAX_BUFFERED = 32
 """Maximum number of keys without work that are held back while earlier work is not finished."""
 
 _starting = threading.Lock()
@@ -104,12 +104,17 @@ class Workers:
     """An executor of `concurrent.futures` that raises a `WorkersError` if it is lost."""
 
     def __init__(
-        self, executor: Executor, *, in_flight: int = 1, lost: tuple[type[BaseException], ...] = (), loss: str = ""
+        self,
+        executor: Executor,
+        *,
+        in_flight: int = 1,
+        loss_errors: tuple[type[BaseException], ...] = (),
+        loss_message: str = "",
     ) -> None:
         self.executor = executor
         self.in_flight = in_flight
         """Number of calls that may be submitted before the result of the first is taken."""
-        self._lost, self._loss = lost, loss
+        self._loss_errors, self._loss_message = loss_errors, loss_message
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit a call of a function."""
@@ -128,9 +133,9 @@ class Workers:
     def _raising_loss(self) -> Iterator[None]:
         try:
             yield
-        except self._lost as error:
+        except self._loss_errors as error:
             self.end()
-            raise WorkersError(self._loss) from error
+            raise WorkersError(self._loss_message) from error
 
 
 class _ThisProcess(Executor):
@@ -144,7 +149,7 @@ class _ThisProcess(Executor):
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _starting_processes() -> Iterator[None]:
     """A context in which to start processes: SIGINT is blocked and the main module is hidden.
 
     `multiprocessing` makes each process import the main module, which it locates by these two names. A script without
@@ -152,7 +157,7 @@ def _undisturbed() -> Iterator[None]:
     located.
     """
     with _starting:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         names: dict[str, Any] = vars(sys.modules["__main__"])
         hidden = {name: names.pop(name) for name in list(names) if name in {"__file__", "__spec__"}}
         names["__spec__"] = None
@@ -161,7 +166,7 @@ def _undisturbed() -> Iterator[None]:
         finally:
             del names["__spec__"]
             names.update(hidden)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 class Processes(Workers):
@@ -180,9 +185,9 @@ class Processes(Workers):
         super().__init__(
             self._pool,
             in_flight=2 * num_workers,
-            lost=(BrokenProcessPool,),
-            loss="a worker process ended: it was killed, or there was not enough memory (give fewer --workers; what "
-            "was counted so far is kept)",
+            loss_errors=(BrokenProcessPool,),
+            loss_message="a worker process ended: it was killed, or there was not enough memory (measurements so "
+            "far are cached: continue with fewer --workers)",
         )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -192,13 +197,13 @@ class Processes(Workers):
             UsageError: a function or an argument is defined in the script itself, which other processes do not import.
             WorkersError: a process was killed.
         """
-        if any(getattr(one, "__module__", "") == "__main__" for one in args):
+        if any(getattr(argument, "__module__", "") == "__main__" for argument in args):
             raise UsageError(
-                f"workers={self._num_workers} cannot do what the script itself defines: put it into a module that can "
-                f"be imported, or use 1 worker"
+                f"workers={self._num_workers} cannot run a function that the script itself defines: move it to a "
+                "module that can be imported, or use 1 worker"
             )
         # This call may start processes. They must ignore SIGINT before it can reach them.
-        with _undisturbed():
+        with _starting_processes():
             return super().submit(function, *args)
 
     def end(self) -> None:
@@ -209,9 +214,9 @@ class Processes(Workers):
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.terminate()
-        until = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + _END_SECONDS
         for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
+            worker.join(max(0.0, deadline - time.monotonic()))
             if worker.is_alive():
                 worker.kill()
 
@@ -234,9 +239,9 @@ class Cluster(Workers):
         super().__init__(
             self._client.get_executor(pure=False),
             in_flight=min(_MAX_IN_FLIGHT, 2 * num_threads),
-            lost=(KilledWorker, CancelledError, CommClosedError),
-            loss=f"the Dask cluster at {address} lost the work: a worker was killed, there was not enough memory, or "
-            f"the scheduler went away; what was counted so far is kept",
+            loss_errors=(KilledWorker, CancelledError, CommClosedError),
+            loss_message=f"the Dask cluster at {address} lost the work: a worker was killed, there was not enough "
+            "memory, or the scheduler ended; measurements so far are cached",
         )
 
     def end(self) -> None:
@@ -251,12 +256,12 @@ def _connected(address: str) -> Any:
     except ImportError as error:
         raise UsageError(f"--scheduler needs Dask ({error}): pip install 'ranktape[dask]'") from error
     # A client that gets no answer, or one from another service, exceeds its timeout and is slow to close.
-    answer: Future[Any] = Future()
-    threading.Thread(target=_ask, args=(address, answer), daemon=True).start()
+    reply: Future[Any] = Future()
+    threading.Thread(target=_ask, args=(address, reply), daemon=True).start()
     try:
-        kind = answer.result(timeout=CONNECT_SECONDS).get("type")
+        kind = reply.result(timeout=CONNECT_SECONDS).get("type")
         if kind != "Scheduler":
-            raise WorkersError(f"at {address} there is a Dask {kind}, and no scheduler: check the address")
+            raise WorkersError(f"the server at {address} is a Dask {kind}, not a scheduler: check the address")
         # Dask's types are not used outside this function.
         return cast("Any", Client)(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, TimeoutError, ValueError, MemoryError) as error:
@@ -266,7 +271,7 @@ def _connected(address: str) -> Any:
         ) from error
 
 
-def _ask(address: str, answer: Future[Any]) -> None:
+def _ask(address: str, reply: Future[Any]) -> None:
     """Ask the server at an address for its identity."""
     import asyncio
 
@@ -277,9 +282,9 @@ def _ask(address: str, answer: Future[Any]) -> None:
             return await server.identity()
 
     try:
-        answer.set_result(asyncio.run(identity()))
+        reply.set_result(asyncio.run(identity()))
     except BaseException as error:  # noqa: BLE001  # the waiting thread raises it
-        answer.set_exception(error)
+        reply.set_exception(error)
 
 
 _processes: dict[int, Processes] = {}
@@ -287,7 +292,7 @@ _clusters: dict[str, Cluster] = {}
 """The workers that were started once and are used for all questions of this process."""
 
 
-def workers_of(*, workers: int, scheduler: str | None) -> Workers:
+def get_workers(*, workers: int, scheduler: str | None) -> Workers:
     """The workers for these options. They are started when they are first used."""
     if scheduler is not None:
         if scheduler not in _clusters:
@@ -305,8 +310,8 @@ def workers_of(*, workers: int, scheduler: str | None) -> Workers:
 def end_executors() -> None:
     """Stop all workers. The next question starts them again."""
     started: list[Workers] = [*_processes.values(), *_clusters.values()]
-    for found in started:
-        found.end()
+    for workers in started:
+        workers.end()
 
 
 def in_order(
@@ -336,7 +341,7 @@ def in_order(
             while waiting and (
                 waiting[0][1] is None
                 or (num_working := sum(future is not None for _, future in waiting)) >= in_flight
-                or len(waiting) - num_working > _HELD_BACK
+                or len(waiting) - num_working > _MAX_BUFFERED
             ):
                 yield first()
         while waiting:

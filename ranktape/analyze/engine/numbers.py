@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranktape.analyze.engine.digests import digest_columns, group_digests_of
+from ranktape.analyze.engine.digests import digest_columns, grouped_digests
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.metrics import NUMBERS, Metric, column_of
+from ranktape.analyze.engine.metrics import NUMBERS, Metric, metric_column
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import Groups, role_of
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest, Digests
@@ -25,7 +25,7 @@ from ranktape.storage import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordNumbers:
+class RecordMetrics:
     """Metrics of many records, or of groups of records."""
 
     columns: dict[str, NDArray[np.float64]]
@@ -39,10 +39,10 @@ class RecordNumbers:
         """One number for each record or group; NaN if there is none."""
         return self.columns[name]
 
-    def of_samples(self, name: str) -> NDArray[np.float64]:
+    def sample_column(self, name: str) -> NDArray[np.float64]:
         """One of `SAMPLE_METRICS` of the samples of all records."""
-        found: NDArray[np.float64] = self.samples[:, SAMPLE_METRICS.index(name)]
-        return found
+        column: NDArray[np.float64] = self.samples[:, SAMPLE_METRICS.index(name)]
+        return column
 
     @property
     def owners(self) -> NDArray[np.int64]:
@@ -50,45 +50,49 @@ class RecordNumbers:
         return np.repeat(np.arange(self.sample_sizes.size), self.sample_sizes)
 
     @property
-    def places(self) -> NDArray[np.int64]:
+    def sample_indices(self) -> NDArray[np.int64]:
         """For each sample, its index within its record."""
         starts = np.cumsum(self.sample_sizes) - self.sample_sizes
         return np.arange(len(self.samples)) - np.repeat(starts, self.sample_sizes)
 
 
-def numbers_of(
+def record_metrics(
     records: Records, metrics: Iterable[str | Metric] = NUMBERS, *, view: View, engine: Engine | None = None
-) -> RecordNumbers:
+) -> RecordMetrics:
     """The metrics of each record. Only records that are not in the cache are read."""
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
-    return numbers_of_groups(
-        records, groups, [NUMBERS[one] if isinstance(one, str) else one for one in metrics], view=view, engine=engine
+    return group_metrics(
+        records,
+        groups,
+        [NUMBERS[metric] if isinstance(metric, str) else metric for metric in metrics],
+        view=view,
+        engine=engine,
     )
 
 
-def numbers_of_groups(
+def group_metrics(
     records: Records, groups: Groups, metrics: Sequence[Metric], *, view: View, engine: Engine | None = None
-) -> RecordNumbers:
-    """The metrics of each group as if it were one record, without samples. Raises the errors of `numbers_of`."""
-    columns = {one.name: np.full(len(groups.keys), math.nan) for one in metrics}
+) -> RecordMetrics:
+    """The metrics of each group as if it were one record, without samples. Raises the errors of `record_metrics`."""
+    columns = {metric.name: np.full(len(groups.keys), math.nan) for metric in metrics}
     sizes = np.zeros(len(groups.keys), dtype=np.int64)
     samples = []
-    known = group_columns_of(
-        records, groups, view=view, engine=engine, with_values=any(one.needs_values for one in metrics)
+    merged = group_digest_columns(
+        records, groups, view=view, engine=engine, with_values=any(metric.needs_values for metric in metrics)
     )
-    for places, digests in known:
-        for one in metrics:
-            columns[one.name][places] = column_of(one, digests)
-        sizes[places] = np.maximum(0, digests.sample_sizes)
+    for rows, digests in merged:
+        for metric in metrics:
+            columns[metric.name][rows] = metric_column(metric, digests)
+        sizes[rows] = np.maximum(0, digests.sample_sizes)
         samples.append(digests.samples)
-    return RecordNumbers(
+    return RecordMetrics(
         columns=columns,
         sample_sizes=sizes,
         samples=np.concatenate([np.zeros((0, len(SAMPLE_METRICS))), *samples]),
     )
 
 
-def group_columns_of(
+def group_digest_columns(
     records: Records, groups: Groups, *, view: View, engine: Engine | None, with_values: bool = True
 ) -> Iterator[tuple[NDArray[np.int64], Digests]]:
     """The indices and the merged digests of groups, a few hundred at a time, in any order.
@@ -103,7 +107,7 @@ def group_columns_of(
             yield numbers[start : start + len(columns)], columns
             start += len(columns)
         return
-    yield from group_digests_of(
+    yield from grouped_digests(
         records, groups.numbers, is_mask=is_mask, view=view, engine=engine, with_values=with_values
     )
 
@@ -111,8 +115,8 @@ def group_columns_of(
 def group_digests(
     records: Records, groups: Groups, *, view: View, engine: Engine | None
 ) -> Iterator[tuple[int, Digest]]:
-    """The index and the merged digest of each group, in any order. Raises the errors of `group_columns_of`."""
-    for numbers, columns in group_columns_of(records, groups, view=view, engine=engine):
+    """The index and the merged digest of each group, in any order. Raises the errors of `group_digest_columns`."""
+    for numbers, columns in group_digest_columns(records, groups, view=view, engine=engine):
         yield from zip(numbers.tolist(), map(columns.digest, range(len(columns))), strict=True)
 
 
@@ -141,26 +145,26 @@ def additive_masks(records: Records) -> NDArray[np.bool_]:
     names = records.column("tensor_name")
     named = {name: "mask" in str(name).lower() for name in set(names.tolist())}
     upper, lower, inf = (records.column(f"overflow.{kind}.count") for kind in ("upper", "lower", "inf"))
-    found: NDArray[np.bool_] = np.array([named[name] for name in names.tolist()], dtype=bool) & (upper == 0)
+    is_mask: NDArray[np.bool_] = np.array([named[name] for name in names.tolist()], dtype=bool) & (upper == 0)
     shares = inf / np.maximum(1, records.column("numel"))
-    is_open = ~found & (upper == 0) & (lower == inf) & (inf > 0) & (records.column("operation") == "forward")
+    is_open = ~is_mask & (upper == 0) & (lower == inf) & (inf > 0) & (records.column("operation") == "forward")
     is_open &= ~np.isin(names.astype(str), _OPERANDS) & (shares < 1)
     if not is_open.any():
-        return found
+        return is_mask
     moments, roles = _keys(records, _MOMENT), _roles(records)
-    shares_of_masks: dict[Any, set[float]] = defaultdict(set)
-    for place in np.flatnonzero(found).tolist():
-        shares_of_masks[moments[place]].add(float(shares[place]))
-    shares_of_roles: dict[Any, list[float]] = defaultdict(list)
+    mask_shares: dict[Any, set[float]] = defaultdict(set)
+    for index in np.flatnonzero(is_mask).tolist():
+        mask_shares[moments[index]].add(float(shares[index]))
+    role_shares: dict[Any, list[float]] = defaultdict(list)
     for role, share in zip(roles, shares.tolist(), strict=True):
-        shares_of_roles[role].append(share)
-    for place in np.flatnonzero(is_open).tolist():
-        share, alike = float(shares[place]), shares_of_roles[roles[place]]
-        name = str(names[place]).lower()
-        is_named = any(word in name for word in _MASKED) and "output" not in name
-        is_alike = is_named and share > MIN_MASKED_RATIO and len(alike) > 1 and len(set(alike)) == 1
-        found[place] = is_alike or share in shares_of_masks.get(moments[place], ())
-    return found
+        role_shares[role].append(share)
+    for index in np.flatnonzero(is_open).tolist():
+        share, same_role = float(shares[index]), role_shares[roles[index]]
+        name = str(names[index]).lower()
+        is_named = any(part in name for part in _MASKED) and "output" not in name
+        is_same_share = is_named and share > MIN_MASKED_RATIO and len(same_role) > 1 and len(set(same_role)) == 1
+        is_mask[index] = is_same_share or share in mask_shares.get(moments[index], ())
+    return is_mask
 
 
 def _keys(records: Records, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
@@ -170,5 +174,5 @@ def _keys(records: Records, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
 def _roles(records: Records) -> list[tuple[Any, ...]]:
     """For each record, the fields that are the same in all layers."""
     pairs = _keys(records, ("module", "layer_idx"))
-    known = {pair: (role_of(str(pair[0]), int(pair[1])), pair[1] < 0) for pair in set(pairs)}
-    return [(*known[pair], *rest) for pair, rest in zip(pairs, _keys(records, _ROLE), strict=True)]
+    role_keys = {pair: (role_of(str(pair[0]), int(pair[1])), pair[1] < 0) for pair in set(pairs)}
+    return [(*role_keys[pair], *fields) for pair, fields in zip(pairs, _keys(records, _ROLE), strict=True)]

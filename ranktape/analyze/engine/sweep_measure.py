@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Columns, Payload
-from ranktape.analyze.engine.digests import DigestMeasure, digest_of
-from ranktape.analyze.engine.engine import Engine, Measure, each_record, unless_failed
+from ranktape.analyze.engine.digests import DigestMeasure, digest_from_payload
+from ranktape.analyze.engine.engine import Engine, Measure, each_record, raise_if_error
 from ranktape.analyze.engine.values import (
     View,
     pick,
@@ -31,7 +31,13 @@ from ranktape.analyze.engine.values import (
     viewed_dtypes,
 )
 from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.numerics.histograms.block_histogram import APART, CELLS, CUTS, BlockHistogram, count_few_cells
+from ranktape.analyze.numerics.histograms.block_histogram import (
+    CELLS,
+    CUTS,
+    OUTSIDE_CELLS,
+    BlockHistogram,
+    count_few_cells,
+)
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
@@ -80,10 +86,10 @@ class Job(NamedTuple):
     def counted(self, payload: Payload, *, dtype: str) -> Counted:
         """The counts in a payload of `measure`; None if there were too many to count."""
         if self.block_key is None:
-            return histogram_of(digest_of(payload, dtype=dtype))
-        return blocks_of(payload, axis=self.block_key[0], block_size=self.block_key[1], dtype=dtype)
+            return digest_histogram(digest_from_payload(payload, dtype=dtype))
+        return payload_blocks(payload, axis=self.block_key[0], block_size=self.block_key[1], dtype=dtype)
 
-    def answer(self, counted: Counted) -> ScaleSweep | None:
+    def from_counts(self, counted: Counted) -> ScaleSweep | None:
         """The sweep computed from counts; None if they are not sufficient."""
         if isinstance(counted, Histogram):
             return sweep_numbers(counted, [self])[0]
@@ -93,16 +99,16 @@ class Job(NamedTuple):
         return dataclasses.replace(sweep, minimum=counted.ends[0], maximum=counted.ends[1])
 
 
-Asked = Mapping[int | None, Sequence[Job]]
+RecordJobs = Mapping[int | None, Sequence[Job]]
 """The jobs for one record: for some of its samples by index, and for the whole record by None."""
 
-Found = dict[int | None, Sweeps]
+RecordSweeps = dict[int | None, Sweeps]
 """The sweeps of one record, by the same keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMeasure:
-    """Counts the blocks of a record of at most 16 bits; `blocks_of` reads the payload."""
+    """Counts the blocks of a record of at most 16 bits; `payload_blocks` reads the payload."""
 
     view: View
     """The view in which the values are counted."""
@@ -125,16 +131,16 @@ class BlockMeasure:
         num_dims = max(array.ndim, 1)
         if not -num_dims <= self.axis < num_dims:
             raise UsageError(f"--axis {self.axis} is not one of a tensor of shape {array.shape}")
-        found = count_few_cells(array, axis=self.axis, block_size=self.block_size, threads=1, max_cells=MAX_CELLS)
-        if found is None:
+        cells = count_few_cells(array, axis=self.axis, block_size=self.block_size, threads=1, max_cells=MAX_CELLS)
+        if cells is None:
             return {}
         ends = population_of_histogram(count_values(array))
         numbers = [math.nan if end is None else end for end in (ends.minimum, ends.maximum)]
         return {
-            **{name: getattr(found, name) for name in CELLS[:-1]},
+            **{name: getattr(cells, name) for name in CELLS[:-1]},
             # There are many cells and most counts are small.
-            "counts": found.counts.astype(np.min_scalar_type(int(found.counts.max(initial=0)))),
-            "apart": np.array([getattr(found, name) for name in APART], dtype=np.int64),
+            "counts": cells.counts.astype(np.min_scalar_type(int(cells.counts.max(initial=0)))),
+            "apart": np.array([getattr(cells, name) for name in OUTSIDE_CELLS], dtype=np.int64),
             "ends": np.array(numbers),
         }
 
@@ -151,48 +157,48 @@ Counted = Histogram | BlocksCounted | None
 
 
 def sweep_records(
-    records: Records, asked: Sequence[Asked], *, view: View, engine: Engine | None = None
-) -> Iterator[Found | RanktapeError]:
+    records: Records, record_jobs: Sequence[RecordJobs], *, view: View, engine: Engine | None = None
+) -> Iterator[RecordSweeps | RanktapeError]:
     """The sweeps of each record and of its samples, in order, with the error in place of each record that fails.
 
     The records contain floating-point or complex numbers. Records for whose samples there are jobs have samples and
-    values. The results are bit-identical to those of `sweep_one`. A sample keeps its dimension, if there is one, so
+    values. The results are bit-identical to those of `sweep_record`. A sample keeps its dimension, if there is one, so
     that its axes have the same numbers as those of the record.
     """
     used = engine or Engine()
     mask, narrow = pick(
         records, lambda dtype, compute, keep: is_narrow(dtype, compute_dtype=compute, keep=keep, view=view)
     )
-    is_kept = mask.tolist()
-    wanted: list[Asked] = []
-    for one, is_counted in zip(asked, is_kept, strict=True):
-        left = {
+    narrow_mask = mask.tolist()
+    value_jobs: list[RecordJobs] = []
+    for by_part, is_counted in zip(record_jobs, narrow_mask, strict=True):
+        remaining = {
             part: [job for job in jobs if part is not None or not (is_counted and job.is_counted)]
-            for part, jobs in one.items()
+            for part, jobs in by_part.items()
         }
-        wanted.append({part: jobs for part, jobs in left.items() if jobs})
-    tasks = _tasks(records, wanted, view=view)
+        value_jobs.append({part: jobs for part, jobs in remaining.items() if jobs})
+    tasks = _tasks(records, value_jobs, view=view)
     sizes = [0 if isinstance(record, RanktapeError) else record.nbytes for record, _, _ in tasks]
     mapped = used.map(_sweep_values, tasks, sizes=sizes)
-    firsts = {job.block_key: job for one in asked for job in one.get(None, ()) if job.is_counted}
+    firsts = {job.block_key: job for by_part in record_jobs for job in by_part.get(None, ()) if job.is_counted}
     measured = {key: used.measure_each(narrow, job.measure(view)) for key, job in firsts.items()}
     for position, dtype in enumerate(viewed_dtypes(records, view=view)):
-        from_values = next(mapped) if wanted[position] else {}
-        payloads = {key: next(iterator) for key, iterator in measured.items()} if is_kept[position] else {}
-        jobs = asked[position].get(None, ())
+        from_values = next(mapped) if value_jobs[position] else {}
+        payloads = {key: next(iterator) for key, iterator in measured.items()} if narrow_mask[position] else {}
+        jobs = record_jobs[position].get(None, ())
         try:
-            found = dict(unless_failed(from_values))
-            if is_kept[position] and jobs:
+            sweeps = dict(raise_if_error(from_values))
+            if narrow_mask[position] and jobs:
                 keys = {job.block_key for job in jobs if job.is_counted}
-                counted = {key: firsts[key].counted(unless_failed(payloads[key]), dtype=dtype) for key in keys}
+                counted = {key: firsts[key].counted(raise_if_error(payloads[key]), dtype=dtype) for key in keys}
                 record = functools.partial(records.__getitem__, position)
-                found[None] = _put_together(record, jobs, counted, found.get(None, ()), view=view)
-            yield found
+                sweeps[None] = _combine(record, jobs, counted, sweeps.get(None, ()), view=view)
+            yield sweeps
         except RanktapeError as error:
             yield error
 
 
-def _put_together(
+def _combine(
     record: Callable[[], Record],
     jobs: Sequence[Job],
     counted: Mapping[Any, Counted],
@@ -202,27 +208,27 @@ def _put_together(
 ) -> Sweeps:
     """The sweeps of a record of a narrow type: from counts if these are sufficient, otherwise from the values."""
     values = iter(from_values)
-    found = [job.answer(counted[job.block_key]) if job.is_counted else next(values) for job in jobs]
-    unanswered = [job for job, sweep in zip(jobs, found, strict=True) if sweep is None]
-    again = iter(sweep_one(record(), unanswered, view=view) if unanswered else ())
-    return tuple(next(again) if sweep is None else sweep for sweep in found)
+    sweeps = [job.from_counts(counted[job.block_key]) if job.is_counted else next(values) for job in jobs]
+    missing = [job for job, sweep in zip(jobs, sweeps, strict=True) if sweep is None]
+    recomputed = iter(sweep_record(record(), missing, view=view) if missing else ())
+    return tuple(next(recomputed) if sweep is None else sweep for sweep in sweeps)
 
 
-def sweep_one(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
+def sweep_record(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
     """The sweeps of one record, which is read once."""
     if record.keep == Keep.HISTOGRAM:
-        return _sweep_kept(record, jobs, view=view)
+        return _sweep_histogram(record, jobs, view=view)
     return sweep_numbers(read_numbers(record, view=view), jobs)
 
 
 def sweep_numbers(numbers: NDArray[Any] | Histogram, jobs: Sequence[Job]) -> Sweeps:
     """The sweeps of an array or a histogram, with as few passes as possible."""
-    found: dict[int, ScaleSweep] = {}
+    sweeps: dict[int, ScaleSweep] = {}
     for options in dict.fromkeys(job.options for job in jobs):
-        places = [place for place, job in enumerate(jobs) if job.options == options]
-        wanted = [(jobs[place].scheme, jobs[place].mode) for place in places]
-        found |= dict(zip(places, sweep_schemes(numbers, wanted, options=options), strict=True))
-    return tuple(found[place] for place in range(len(jobs)))
+        indices = [index for index, job in enumerate(jobs) if job.options == options]
+        schemes = [(jobs[index].scheme, jobs[index].mode) for index in indices]
+        sweeps |= dict(zip(indices, sweep_schemes(numbers, schemes, options=options), strict=True))
+    return tuple(sweeps[index] for index in range(len(jobs)))
 
 
 def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
@@ -231,28 +237,30 @@ def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
     return keep == Keep.VALUES and row.is_floating and row.itemsize <= HALF_NBYTES
 
 
-def _tasks(records: Records, asked: Sequence[Asked], *, view: View) -> list[tuple[Record | RanktapeError, Asked, View]]:
+def _tasks(
+    records: Records, record_jobs: Sequence[RecordJobs], *, view: View
+) -> list[tuple[Record | RanktapeError, RecordJobs, View]]:
     """The records that have jobs, each with its jobs and the view."""
-    if not any(asked):
+    if not any(record_jobs):
         return []
-    return [(record, jobs, view) for record, jobs in zip(each_record(records), asked, strict=True) if jobs]
+    return [(record, jobs, view) for record, jobs in zip(each_record(records), record_jobs, strict=True) if jobs]
 
 
-def _sweep_values(task: tuple[Record | RanktapeError, Asked, View]) -> Found | RanktapeError:
-    record, asked, view = task
+def _sweep_values(task: tuple[Record | RanktapeError, RecordJobs, View]) -> RecordSweeps | RanktapeError:
+    record, record_jobs, view = task
     try:
-        checked = unless_failed(record)
-        samples = {part: jobs for part, jobs in asked.items() if part is not None}
-        values = samples_of(checked, view=view) if samples else []
-        found: Found = {part: sweep_numbers(values[part], jobs) for part, jobs in samples.items()}
-        if None in asked:
-            found[None] = sweep_one(checked, asked[None], view=view)
+        checked = raise_if_error(record)
+        samples = {part: jobs for part, jobs in record_jobs.items() if part is not None}
+        values = sample_arrays(checked, view=view) if samples else []
+        sweeps: RecordSweeps = {part: sweep_numbers(values[part], jobs) for part, jobs in samples.items()}
+        if None in record_jobs:
+            sweeps[None] = sweep_record(checked, record_jobs[None], view=view)
     except RanktapeError as error:
         return error
-    return found
+    return sweeps
 
 
-def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
+def sample_arrays(record: Record, *, view: View) -> list[NDArray[Any]]:
     """The values of each sample, with its dimension of size 1. A record that is one sample is returned whole."""
     values, dim = read_values(record, view=view), record.sample_dim
     if dim is None:
@@ -261,7 +269,7 @@ def samples_of(record: Record, *, view: View) -> list[NDArray[Any]]:
     return [values[*ahead, sample : sample + 1] for sample in range(values.shape[dim])]
 
 
-def histogram_of(digest: Digest) -> Histogram:
+def digest_histogram(digest: Digest) -> Histogram:
     """The histogram of an exact digest of a type of at most 16 bits. Zeros have one pattern, and so have NaNs."""
     dtype = numpy_dtype(digest.dtype)
     counts = np.zeros(1 << 8 * dtype.itemsize, dtype=np.int64)
@@ -273,42 +281,42 @@ def histogram_of(digest: Digest) -> Histogram:
     return Histogram(dtype=dtype, counts=counts)
 
 
-def blocks_of(payload: Payload, *, axis: int, block_size: int, dtype: str) -> BlocksCounted | None:
+def payload_blocks(payload: Payload, *, axis: int, block_size: int, dtype: str) -> BlocksCounted | None:
     """The histogram of blocks in a payload of `BlockMeasure`; None if there were too many counts."""
     if not payload or not payload["apart"].size:
         return None
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
-    apart: dict[str, Any] = dict(zip(APART, payload["apart"].tolist(), strict=True))
+    apart: dict[str, Any] = dict(zip(OUTSIDE_CELLS, payload["apart"].tolist(), strict=True))
     patterns = row.numpy_dtype if row.itemsize == HALF_NBYTES else numpy_dtype("bfloat16")
     blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **apart)
     return BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 
 
-def _sweep_kept(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
+def _sweep_histogram(record: Record, jobs: Sequence[Job], *, view: View) -> Sweeps:
     """The sweeps of a record that was stored as a histogram. Each count is read once."""
     read: dict[str, Histogram | BlockHistogram | NDArray[Any]] = {}
-    found: list[ScaleSweep] = []
+    sweeps: list[ScaleSweep] = []
     for job in jobs:
-        axis = _kept_axis(record, job)
+        axis = _stored_axis(record, job)
         if axis not in read:
             read[axis] = read_block_histogram(record, axis=axis, view=view) if axis else read_numbers(record, view=view)
-        found += sweep_schemes(read[axis], [(job.scheme, job.mode)], options=job.options)
-    return tuple(found)
+        sweeps += sweep_schemes(read[axis], [(job.scheme, job.mode)], options=job.options)
+    return tuple(sweeps)
 
 
-def _kept_axis(record: Record, job: Job) -> str:
+def _stored_axis(record: Record, job: Job) -> str:
     """The stored axis of blocks that a job needs; empty if it needs the counts of values."""
     if job.block_key is None:
         return ""
-    asked = job.options.axis
+    axis = job.options.axis
     num_dims = max(1, len(record.shape))
-    dim = asked % num_dims if -num_dims <= asked < num_dims else None
+    dim = axis % num_dims if -num_dims <= axis < num_dims else None
     if dim == num_dims - 1:
         return "features"
     if dim == 0 and num_dims == 2:  # noqa: PLR2004 - the rows are the tokens
         return "tokens"
     raise UsageError(
         f"of {record!r} the histogram was kept, with blocks along its last dimension and along all others as one: "
-        f"give --axis -1 and not {asked}, or leave such records out with --where \"keep == 'values'\""
+        f"give --axis -1 and not {axis}, or leave such records out with --where \"keep == 'values'\""
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Columns
 from ranktape.analyze.engine.metrics import aligned_limits
-from ranktape.analyze.engine.sweep_measure import Job, samples_of, sweep_numbers, sweep_one
+from ranktape.analyze.engine.sweep_measure import Job, sample_arrays, sweep_numbers, sweep_record
 from ranktape.analyze.engine.values import View, read_numbers, read_values
 from ranktape.analyze.identity import words
 from ranktape.analyze.numerics.formats import Format
@@ -65,12 +65,12 @@ class Target:
     @property
     def title(self) -> str:
         """The format and its scale as text."""
-        words = {
+        scaling_texts = {
             Scaling.NONE: "without scaling",
             Scaling.TENSOR: "with one scale for each tensor",
             Scaling.BLOCK: "with scales of blocks",
         }
-        return f"{self.name} {words[self.scaling]}"
+        return f"{self.name} {scaling_texts[self.scaling]}"
 
     def limits(self, *, largest: float | None = None) -> Limits:
         """The limits for a tensor with this largest finite magnitude. Not for blocks.
@@ -107,8 +107,8 @@ class LimitsMeasure:
     @property
     def name(self) -> str:
         """The name in the cache."""
-        whose = "sample_limits" if self.per_sample else "record_limits"
-        return f"{whose}_{self.target.name}_{self.target.scaling}_{self.view}_v{VERSION}"
+        prefix = "sample_limits" if self.per_sample else "record_limits"
+        return f"{prefix}_{self.target.name}_{self.target.scaling}_{self.view}_v{VERSION}"
 
     def __call__(self, records: Iterable[Record], /) -> Columns:
         """The counts of records: a row of `NAMES` for each record, or for each of its samples."""
@@ -127,14 +127,16 @@ class LimitsMeasure:
         numbers = read_values(record, view=self.view) if self.per_sample else read_numbers(record, view=self.view)
         limits = self.target.limits()
         if self.target.scaling is Scaling.TENSOR:
-            limits = self.target.limits(largest=_scanned(numbers, limits).largest_finite)
+            limits = self.target.limits(largest=_count_limits(numbers, limits).largest_finite)
         if not self.per_sample:
-            return [row_of(_scanned(numbers, limits))]
+            return [tallies_row(_count_limits(numbers, limits))]
         assert not isinstance(numbers, Histogram), "values were read"
         dim = record.sample_dim
-        found = scan(numbers if dim is not None else numbers[np.newaxis], limits=limits, sample_dim=dim or 0).per_sample
-        assert found is not None
-        columns = [np.asarray(found[kind]).tolist() for kind in SCANNED]
+        per_sample = scan(
+            numbers if dim is not None else numbers[np.newaxis], limits=limits, sample_dim=dim or 0
+        ).per_sample
+        assert per_sample is not None
+        columns = [np.asarray(per_sample[kind]).tolist() for kind in SCANNED]
         elements = numbers.size // max(1, len(columns[0]))
         return [
             unknown_row(elements) | with_total(zip(SCANNED, row, strict=True)) for row in zip(*columns, strict=True)
@@ -142,9 +144,9 @@ class LimitsMeasure:
 
     def _rows_of_blocks(self, record: Record) -> list[Row]:
         if not self.per_sample:
-            return [row_of_sweep(sweep_one(record, [self.target.job], view=self.view)[0])]
-        samples = samples_of(record, view=self.view)
-        return [row_of_sweep(sweep_numbers(sample, [self.target.job])[0]) for sample in samples]
+            return [sweep_row(sweep_record(record, [self.target.job], view=self.view)[0])]
+        samples = sample_arrays(record, view=self.view)
+        return [sweep_row(sweep_numbers(sample, [self.target.job])[0]) for sample in samples]
 
 
 @functools.cache
@@ -153,7 +155,7 @@ def _block_job(name: str) -> Job:
     return Job(*resolve(name, options=options), options)
 
 
-def _scanned(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
+def _count_limits(numbers: NDArray[Any] | Histogram, limits: Limits) -> Tallies:
     return scan_histogram(numbers, limits=limits) if isinstance(numbers, Histogram) else scan(numbers, limits=limits)
 
 
@@ -164,11 +166,11 @@ def unknown_row(num_elements: int) -> Row:
 
 def with_total(counts: Iterable[tuple[str, float]]) -> Row:
     """The counts of some kinds and the total overflow; `flushed` and `spoiled` are 0 if they are not given."""
-    found = {kind: float(count) for kind, count in counts}
-    return {"flushed": 0.0, "spoiled": 0.0} | found | {"total": found["upper"] + found["lower"]}
+    row = {kind: float(count) for kind, count in counts}
+    return {"flushed": 0.0, "spoiled": 0.0} | row | {"total": row["upper"] + row["lower"]}
 
 
-def row_of(tallies: Tallies) -> Row:
+def tallies_row(tallies: Tallies) -> Row:
     """The row of a record with these tallies."""
     extremes = {name: getattr(tallies, name) for name in EXTREMES}
     return {
@@ -178,13 +180,13 @@ def row_of(tallies: Tallies) -> Row:
     }
 
 
-def row_of_sweep(sweep: ScaleSweep) -> Row:
+def sweep_row(sweep: ScaleSweep) -> Row:
     """The row for a sweep with one level, which has no counts by sign and no extremes."""
     level = sweep.levels[0] if sweep.levels else None
     counts = {"total": "overflow_count", "underflow": "underflow_count", "flushed": "flushed_count"}
-    found = {kind: 0.0 if level is None else float(getattr(level, name)) for kind, name in counts.items()}
-    found |= {kind: float(getattr(sweep, kind)) for kind in ("nan", "inf", "zero", "spoiled")}
-    return unknown_row(sweep.num_elements) | found | {"total": found["total"] + found["inf"]}
+    row = {kind: 0.0 if level is None else float(getattr(level, name)) for kind, name in counts.items()}
+    row |= {kind: float(getattr(sweep, kind)) for kind in ("nan", "inf", "zero", "spoiled")}
+    return unknown_row(sweep.num_elements) | row | {"total": row["total"] + row["inf"]}
 
 
 def usual_scaling(name: str) -> Scaling:
@@ -217,7 +219,7 @@ def parse_targets(
         if formats is not None:
             raise UsageError("no format is given: give --format NAME, such as fp8_e4m3")
         return ()
-    found: dict[Target, None] = {}
+    selected: dict[Target, None] = {}
     used: set[Scaling] = set()
     for name in names:
         targets, mistakes = [], []
@@ -229,25 +231,25 @@ def parse_targets(
         if not targets:
             raise mistakes[0]
         used |= {target.scaling for target in targets}
-        found |= dict.fromkeys(targets)
+        selected |= dict.fromkeys(targets)
     for kind in kinds:
         if kind not in used:
             raise UsageError(f"--scaling {kind} has no effect on {', '.join(names)}: leave it out")
-    return tuple(found)
+    return tuple(selected)
 
 
-def one_target(name: str | None, scaling: str | None = None) -> Target | None:
+def parse_target(name: str | None, scaling: str | None = None) -> Target | None:
     """The target for one name; None if the name is None.
 
     Raises:
         UsageError: like `parse_targets`, or there are several targets.
     """
-    found = parse_targets(name, scaling)
-    if len(found) > 1:
+    targets = parse_targets(name, scaling)
+    if len(targets) > 1:
         raise UsageError(
-            f"{', '.join(target.title for target in found)} are more than one: give one format and scaling"
+            f"{', '.join(target.title for target in targets)} are more than one: give one format and scaling"
         )
-    return found[0] if found else None
+    return targets[0] if targets else None
 
 
 def largest_value(dtype: str) -> float:
@@ -264,8 +266,8 @@ def sweepable(records: Records) -> Records:
     Indices and masks, which a run may have among its inputs, are left out because no format is sought for them.
     """
     names = set(records.column("dtype").tolist())
-    wanted = sorted(filter(is_sweepable, names))
-    return records if len(wanted) == len(names) else records.select(dtype=wanted)
+    dtypes = sorted(filter(is_sweepable, names))
+    return records if len(dtypes) == len(names) else records.select(dtype=dtypes)
 
 
 def is_sweepable(dtype: str) -> bool:
@@ -274,18 +276,18 @@ def is_sweepable(dtype: str) -> bool:
     return row.is_floating or row.is_complex
 
 
-def tells_apart(limits: Limits) -> bool:
+def preserves_limits(limits: Limits) -> bool:
     """Whether the rounded values of a digest are on the same side of the limits as the original values.
 
     In an inexact digest, no value is moved past a number with nine significant bits.
     """
     starts = (limits.overflow_start, limits.min_normal)
-    return all(_is_held(end) or _is_held(float(np.nextafter(end, 0.0))) for end in starts) and (
-        _is_held(limits.flush_limit) or _is_held(float(np.nextafter(limits.flush_limit, np.inf)))
+    return all(_is_bfloat16(end) or _is_bfloat16(float(np.nextafter(end, 0.0))) for end in starts) and (
+        _is_bfloat16(limits.flush_limit) or _is_bfloat16(float(np.nextafter(limits.flush_limit, np.inf)))
     )
 
 
-def _is_held(value: float) -> bool:
+def _is_bfloat16(value: float) -> bool:
     with np.errstate(over="ignore"):
         return math.isinf(value) or float(ml_dtypes.bfloat16(value)) == value
 

@@ -40,30 +40,30 @@ def viewed_dtype(*, dtype: str, compute_dtype: str, view: View) -> str:
     It is `compute_dtype` in the compute view if the operation rounded to a narrower floating-point type, and `dtype`
     otherwise: a wider type represents the same values.
     """
-    seen, computed = BY_DTYPE.get(dtype), BY_DTYPE.get(compute_dtype)
-    if view is View.SEEN or seen is None or computed is None:
+    captured, computed = BY_DTYPE.get(dtype), BY_DTYPE.get(compute_dtype)
+    if view is View.SEEN or captured is None or computed is None:
         return dtype
-    is_held = (
-        computed.mantissa_bits >= seen.mantissa_bits
-        and computed.maximum >= seen.maximum
-        and computed.min_subnormal <= seen.min_subnormal
+    is_representable = (
+        computed.mantissa_bits >= captured.mantissa_bits
+        and computed.maximum >= captured.maximum
+        and computed.min_subnormal <= captured.min_subnormal
     )
-    return dtype if is_held else compute_dtype
+    return dtype if is_representable else compute_dtype
 
 
 def viewed_dtypes(records: Records, *, view: View) -> list[str]:
     """The result of `viewed_dtype` for each record."""
-    found = np.empty(len(records), dtype=object)
+    dtypes = np.empty(len(records), dtype=object)
     for (dtype, compute_dtype), rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype")]):
-        found[rows] = viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view)
-    return found.tolist()
+        dtypes[rows] = viewed_dtype(dtype=dtype, compute_dtype=compute_dtype, view=view)
+    return dtypes.tolist()
 
 
-def pick(records: Records, is_wanted: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
+def pick(records: Records, predicate: Callable[[str, str, str], bool]) -> tuple[NDArray[np.bool_], Records]:
     """Which records have a wanted dtype, compute dtype and kind of stored data, and these records."""
     mask = np.zeros(len(records), dtype=np.bool_)
     for kind, rows in equal_rows([records.stored(name) for name in ("dtype", "compute_dtype", "keep")]):
-        mask[rows] = is_wanted(*kind)
+        mask[rows] = predicate(*kind)
     return mask, records if mask.all() else records.take(np.flatnonzero(mask).tolist())
 
 
@@ -73,12 +73,12 @@ def read_values(record: Record, *, view: View) -> NDArray[Any]:
     Rounding is to nearest, ties to even. Values beyond the narrower type become infinite, as in the operation itself.
     NaN stays NaN.
     """
-    seen = record.read()
+    captured = record.read()
     dtype = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     if dtype == record.dtype:
-        return seen
+        return captured
     with np.errstate(over="ignore", invalid="ignore"):
-        return seen.astype(numpy_dtype(dtype))
+        return captured.astype(numpy_dtype(dtype))
 
 
 def read_numbers(record: Record, *, view: View) -> NDArray[Any] | Histogram:
@@ -109,8 +109,8 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
     wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     counts = record.histogram()[:NUM_CODES].astype(np.int64)
     dtype = dtype_row(counted).numpy_dtype
-    is_whole = counts.size == NUM_CODES and int(counts.sum()) == math.prod(record.shape)
-    if dtype.itemsize != HALF_NBYTES or not is_whole:
+    is_complete = counts.size == NUM_CODES and int(counts.sum()) == math.prod(record.shape)
+    if dtype.itemsize != HALF_NBYTES or not is_complete:
         raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
     if wanted == counted:
         return Histogram(dtype=dtype, counts=counts)
@@ -148,15 +148,15 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
     if dtype.itemsize != HALF_NBYTES:
         raise DataError(f"the histogram of {record!r} is damaged: no values of {counted} are counted")
     try:
-        found = {one.axis: one for one in unpack_blocks(record.histogram())}
+        by_axis = {blocks.axis: blocks for blocks in unpack_blocks(record.histogram())}
     except DataError as error:
         raise DataError(f"{record!r} is damaged: {error}") from error
-    if axis not in found:
+    if axis not in by_axis:
         raise UsageError(
-            f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(found) or 'single values alone'}: "
+            f"of {record!r} no blocks along {axis!r} were counted, but {', '.join(by_axis) or 'single values alone'}: "
             f"the capture counts blocks along {' and '.join(BLOCK_AXES)}"
         )
-    counts = found[axis]
+    counts = by_axis[axis]
     if counts.num_elements != math.prod(record.shape):
         raise DataError(f"the counts of blocks of {record!r} are damaged: they are of other elements than it had")
     return BlockHistogram(dtype=dtype, **{field.name: getattr(counts, field.name) for field in fields(counts)})

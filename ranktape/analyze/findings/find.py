@@ -8,19 +8,19 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.findings.apart import channels, layer_differs, rank_differs, sample_outlier
-from ranktape.analyze.findings.causes import with_consequences
+from ranktape.analyze.findings.causes import merge_consequences
 from ranktape.analyze.findings.finding import Finding, Severity, merged
-from ranktape.analyze.findings.lost import lost, saturated, too_wide, underflow, unused, zero
+from ranktape.analyze.findings.outliers import channels, layer_differs, rank_differs, sample_outlier
 from ranktape.analyze.findings.replicas import replica_differs
 from ranktape.analyze.findings.survey import Survey
+from ranktape.analyze.findings.value_range import nonfinite, saturated, too_wide, underflow, unused, zero
 from ranktape.storage import Records
 from ranktape.storage.format.attempt import read_attempts
 from ranktape.storage.format.live import Trigger, read_triggers
 from ranktape.storage.records.run import RunReader
 
 DETECTORS = (
-    *(lost, saturated, zero, unused, underflow, too_wide),
+    *(nonfinite, saturated, zero, unused, underflow, too_wide),
     *(sample_outlier, rank_differs, replica_differs, layer_differs),
 )
 """The detectors that always run. `channels` is optional, because it reads every value once more."""
@@ -45,22 +45,25 @@ def find(
     if len(records.sources) > 1:
         # Records of one source are neither peers nor causes of those of another.
         parts = records.by_source()
-        ask = functools.partial(find, view=view, engine=engine, with_channels=with_channels)
-        return merged([(part, one) for part in parts for one in ask(part.records)])
+        find_source = functools.partial(find, view=view, engine=engine, with_channels=with_channels)
+        return merged([(part, finding) for part in parts for finding in find_source(part.records)])
     if not len(records):
         return []
     survey = Survey(records, view=view, engine=engine)
     detectors = (*DETECTORS, channels) if with_channels else DETECTORS
-    return [*_triggered(records), *with_consequences(survey, [one for detect in detectors for one in detect(survey)])]
+    return [
+        *_triggered(records),
+        *merge_consequences(survey, [finding for detect in detectors for finding in detect(survey)]),
+    ]
 
 
 MAX_FOLLOWING = 20
 """The largest number of later triggers that are named as consequences."""
 
-_MAX_PLACES = 8
+_MAX_ROWS = 8
 """The largest number of records for a trigger that no single record caused: the last ones of its rank."""
 
-_OF_PLACE = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name")
+_PLACE_FIELDS = ("module", "layer_type", "layer_idx", "layer_stack", "operation", "phase", "component", "tensor_name")
 
 
 def _triggered(records: Records) -> list[Finding]:
@@ -68,18 +71,22 @@ def _triggered(records: Records) -> list[Finding]:
     reader = records.reader
     if not isinstance(reader, RunReader):
         return []
-    triggers = [one for attempt in read_attempts(reader.backend) for one in read_triggers(reader.backend, attempt)]
-    held = set(np.unique(records.column("iteration")).tolist())
-    about = sorted((one for one in triggers if one.iteration in held), key=lambda one: one.order)
-    if not about:
+    triggers = [
+        trigger for attempt in read_attempts(reader.backend) for trigger in read_triggers(reader.backend, attempt)
+    ]
+    iterations = set(np.unique(records.column("iteration")).tolist())
+    matching = sorted(
+        (trigger for trigger in triggers if trigger.iteration in iterations), key=lambda trigger: trigger.order
+    )
+    if not matching:
         return []
-    first, *others = about
-    where = {name: first.where[name] for name in _OF_PLACE if name in first.where}
-    following = [f"{one.kind}: {one.message()}" for one in others[:MAX_FOLLOWING]]
+    first, *others = matching
+    where = {name: first.where[name] for name in _PLACE_FIELDS if name in first.where}
+    following = [f"{trigger.kind}: {trigger.message()}" for trigger in others[:MAX_FOLLOWING]]
     if len(others) > MAX_FOLLOWING:
         following.append(f"and {len(others) - MAX_FOLLOWING} more triggers")
-    place = f"iteration {first.iteration}, rank {first.rank}:"
-    evidence = f"{first.kind}, for which the flight recorder stored what it held"
+    place_text = f"iteration {first.iteration}, rank {first.rank}:"
+    evidence = f"{first.kind}: the flight recorder stored its contents"
     if first.traceback:
         evidence += f"; {' '.join(first.traceback.strip().splitlines()[-1].split())}"
     return [
@@ -87,11 +94,11 @@ def _triggered(records: Records) -> list[Finding]:
             kind="triggered",
             severity=Severity.HIGH,
             score=float("inf"),
-            title=f"{place} {first.text}",
+            title=f"{place_text} {first.text}",
             evidence=evidence,
             where=where | {"iteration": first.iteration, "rank": first.rank},
-            places=_trigger_places(records, first),
-            place=place,
+            places=_trigger_rows(records, first),
+            place=place_text,
             metric=first.metric,
             value=first.value,
             consequences=tuple(following),
@@ -100,14 +107,14 @@ def _triggered(records: Records) -> list[Finding]:
     ]
 
 
-def _trigger_places(records: Records, trigger: Trigger) -> tuple[int, ...]:
+def _trigger_rows(records: Records, trigger: Trigger) -> tuple[int, ...]:
     """The record that caused the trigger, else the last ones of its rank and iteration, else the last ones of all."""
-    is_there = (records.column("iteration") == trigger.iteration) & (records.column("rank") == trigger.rank)
-    rows = np.flatnonzero(is_there)
+    is_same_moment = (records.column("iteration") == trigger.iteration) & (records.column("rank") == trigger.rank)
+    rows = np.flatnonzero(is_same_moment)
     if len(rows) and (counter := trigger.where.get("counter")) is not None:
         exact = rows[records.column("counter")[rows] == counter]
         if len(exact):
             return tuple(exact.tolist())
     if not len(rows):
         rows = np.arange(len(records))
-    return tuple(rows[-_MAX_PLACES:][::-1].tolist())
+    return tuple(rows[-_MAX_ROWS:][::-1].tolist())

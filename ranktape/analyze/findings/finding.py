@@ -110,11 +110,11 @@ class Finding:
         return printable(self.command.replace(" RUN", f" {shlex.quote(url or 'RUN')}", 1))
 
 
-def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
+def merged(findings: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
     """The findings of several sources, the worst first. Those of one kind at one place become one, the worst."""
     groups: dict[tuple[str, str], list[tuple[SourcePart, Finding]]] = {}
-    for part, one in found:
-        groups.setdefault((one.kind, one.place), []).append((part, one))
+    for part, finding in findings:
+        groups.setdefault((finding.kind, finding.place), []).append((part, finding))
     merged_findings = []
     for group in groups.values():
         group.sort(key=lambda pair: (pair[1].severity.order, -pair[1].score))
@@ -126,70 +126,72 @@ def merged(found: Sequence[tuple[SourcePart, Finding]]) -> list[Finding]:
                 title=f"{names}: {worst.title}",
                 place=f"{names}: {worst.place}",
                 where={SOURCE: names, **worst.where},
-                places=tuple(place for other, one in group for place in other.places[list(one.places)].tolist()),
+                places=tuple(row for other, finding in group for row in other.places[list(finding.places)].tolist()),
                 followed_by=tuple(part.places[list(worst.followed_by)].tolist()),
                 command=worst.command and worst.command_in(part.records.reader.url),
             )
         )
     kinds = list(KINDS)
-    return sorted(merged_findings, key=lambda one: (one.severity.order, kinds.index(one.kind), -one.score))
+    return sorted(
+        merged_findings, key=lambda finding: (finding.severity.order, kinds.index(finding.kind), -finding.score)
+    )
 
 
 def headline(findings: Sequence[Finding], *, num_records: int) -> str:
     """The number of findings of each severity, in one sentence."""
     if not findings:
-        return f"Nothing stands out in {num_records:,} record{'' if num_records == 1 else 's'}."
+        return f"No findings in {num_records:,} record{'' if num_records == 1 else 's'}."
     severities = [finding.severity for finding in findings]
-    parts = [f"{severities.count(one)} {one.value}" for one in dict.fromkeys(severities)]
-    verb = "thing stands out" if len(findings) == 1 else "things stand out"
-    return f"{len(findings):,} {verb}: {', '.join(parts)}."
+    parts = [f"{severities.count(severity)} {severity.value}" for severity in dict.fromkeys(severities)]
+    noun = "finding" if len(findings) == 1 else "findings"
+    return f"{len(findings):,} {noun}: {', '.join(parts)}."
 
 
-def finding_of(
-    survey: Survey, *, places: Sequence[int] | NDArray[Any], kind: str, score: float, text: str, **known: Any
+def make_finding(
+    survey: Survey, *, places: Sequence[int] | NDArray[Any], kind: str, score: float, text: str, **fields: Any
 ) -> Finding:
     """A finding about records of one place in the model; `text` is the rest of the title, after the place.
 
     `sample` or `channel` adds that index to `where`, and `options` are options of the command. All other arguments
     are fields of `Finding`.
     """
-    chosen = [int(place) for place in places]
-    where = _where(survey, chosen) | {name: known.pop(name) for name in ("sample", "channel") if name in known}
-    place = _place(survey, chosen, where)
-    known |= {"title": f"{place} {text}", "command": _command(survey, kind, where, known.pop("options", {}))}
-    return Finding(kind=kind, score=float(score), where=where, places=tuple(chosen), place=place, **known)
+    chosen = [int(row) for row in places]
+    where = _where(survey, chosen) | {name: fields.pop(name) for name in ("sample", "channel") if name in fields}
+    row = _place_text(survey, chosen, where)
+    fields |= {"title": f"{row} {text}", "command": _command(survey, kind, where, fields.pop("options", {}))}
+    return Finding(kind=kind, score=float(score), where=where, places=tuple(chosen), place=row, **fields)
 
 
-def far_finding(
+def deviation_finding(
     survey: Survey,
     *,
     peers: str,
-    seen: str,
+    occurrences: str,
     value: float,
     deviation: float,
     binades: float,
     text: str = "",
-    **known: Any,
+    **fields: Any,
 ) -> Finding:
-    """A finding about a metric that is far from that of its peers; `seen` is the end of the evidence."""
-    metric, expected = known["metric"], without(binades, value)
+    """A finding about a metric that is far from that of its peers; `occurrences` is the end of the evidence."""
+    metric, expected = fields["metric"], divide_by_binades(binades, value)
     sentence = text or f"has an {metric} of {factor_text(binades)} times that of {peers}"
-    beside = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
-    return finding_of(
+    peer_text = f"{peers} {number_text(expected)}: {number_text(abs(binades))} binades"
+    return make_finding(
         survey,
         score=abs(binades),
         text=sentence.replace("an rms", "an RMS").replace(" in rms", " in RMS"),
-        evidence=f"{metric} {number_text(value)}, {beside}, robust z {number_text(abs(deviation))}; {seen}",
-        **known | {"value": value, "expected": expected, "deviation": deviation, "binades": binades},
+        evidence=f"{metric} {number_text(value)}, {peer_text}, robust z {number_text(abs(deviation))}; {occurrences}",
+        **fields | {"value": value, "expected": expected, "deviation": deviation, "binades": binades},
     )
 
 
-def without(binades: float, value: float) -> float:
+def divide_by_binades(binades: float, value: float) -> float:
     """A positive number divided by 2**binades, even if that exceeds float64; the largest float64 if it overflows."""
     mantissa, exponent = math.frexp(value)
-    whole = math.floor(binades)
+    integer = math.floor(binades)
     try:
-        return math.ldexp(mantissa / 2.0 ** (binades - whole), exponent - whole)
+        return math.ldexp(mantissa / 2.0 ** (binades - integer), exponent - integer)
     except OverflowError:
         return sys.float_info.max
 
@@ -221,14 +223,14 @@ def factor_text(binades: float) -> str:
 
 def _where(survey: Survey, places: list[int]) -> dict[str, Any]:
     """The fields in which all records agree; several ranks or iterations as lists, `ranks` and `iterations`."""
-    found: dict[str, Any] = {}
+    where: dict[str, Any] = {}
     for name in IDENTITY:
         values = list(dict.fromkeys(survey.fields[name][places].tolist()))
         if len(values) == 1 and name not in {"attempt", "dtype", "compute_dtype", "shape"}:
-            found[name] = json_value(values[0])
+            where[name] = json_value(values[0])
         elif len(values) > 1 and name in {"rank", "iteration"}:
-            found[f"{name}s"] = sorted(int(value) for value in values)
-    return found
+            where[f"{name}s"] = sorted(int(value) for value in values)
+    return where
 
 
 def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mapping[str, str]) -> str:
@@ -236,12 +238,12 @@ def _command(survey: Survey, kind: str, where: Mapping[str, Any], options: Mappi
     needless = {"layer_stack", "layer_idx"} if where.get("module") else {"module"}
     needless |= set() if survey.has_many_stacks else {"layer_stack"}
     needless |= set() if survey.has_many_quant_types else {"quant_type"}
-    known = {name: where[name] for name in fields if name in where and name not in needless} | dict(options)
-    words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in known.items()]
-    return " ".join(["ranktape analyze", question, *words])
+    filters = {name: where[name] for name in fields if name in where and name not in needless} | dict(options)
+    arguments = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in filters.items()]
+    return " ".join(["ranktape analyze", question, *arguments])
 
 
-def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
+def _place_text(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
     """The place as text, such as `layers.2.query weight on rank 1`."""
     if "module" in where:
         fields = {name: survey.fields[name][places[0]] for name in ("module", "layer_idx", "layer_type", "tensor_name")}
@@ -249,24 +251,24 @@ def _place(survey: Survey, places: list[int], where: Mapping[str, Any]) -> str:
         named = module or (f"layer {layer} {fields['layer_type']}" if layer >= 0 else str(fields["layer_type"]))
         if module.replace(".", "").isdigit():
             named = f"module {module}"
-        words = [named, str(fields["tensor_name"])]
-        is_layer_unsaid = module and layer >= 0 and str(layer) not in module.split(".")
-        details = [f"layer {layer}"] if is_layer_unsaid else []
+        parts = [named, str(fields["tensor_name"])]
+        is_layer_missing = module and layer >= 0 and str(layer) not in module.split(".")
+        details = [f"layer {layer}"] if is_layer_missing else []
     else:
         modules = list(dict.fromkeys(survey.fields["module"][places].tolist()))
         names = set(survey.fields["tensor_name"][places].tolist())
-        of = f"{len(modules)} modules, {modules[0] or '(no module)'} first,"
+        owner = f"{len(modules)} modules, {modules[0] or '(no module)'} first,"
         if not any(modules):
-            of = survey.numbered("layer_idx", places)
-        words, details = [f"{names.pop() if len(names) == 1 else f'{len(names)} tensors'} of {of}"], []
+            owner = survey.numbered("layer_idx", places)
+        parts, details = [f"{names.pop() if len(names) == 1 else f'{len(names)} tensors'} of {owner}"], []
     if survey.has_many_quant_types and "quant_type" in where:
         details.append(str(where["quant_type"]))
     if details:
-        words.append(f"({', '.join(details)})")
-    words += [f"{name} {where[name]}" for name in ("sample", "channel") if name in where]
+        parts.append(f"({', '.join(details)})")
+    parts += [f"{name} {where[name]}" for name in ("sample", "channel") if name in where]
     num_ranks = int(survey.num_ranks[places[0]])
     if num_ranks > 1 and len(set(survey.fields["rank"][places].tolist())) >= num_ranks:
-        words.append("on all ranks")
+        parts.append("on all ranks")
     elif num_ranks > 1 or survey.has_many_ranks:
-        words.append(f"on {survey.numbered('rank', places)}")
-    return " ".join(words)
+        parts.append(f"on {survey.numbered('rank', places)}")
+    return " ".join(parts)

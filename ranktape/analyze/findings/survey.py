@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.engine.numbers import additive_masks, numbers_of
+from ranktape.analyze.engine.numbers import additive_masks, record_metrics
 from ranktape.analyze.engine.values import View, viewed_dtypes
 from ranktape.analyze.findings import thresholds as limit
 from ranktape.analyze.identity import IDENTITY, role_of, stacks_of
@@ -66,23 +66,23 @@ class Survey:
         self.times = self.codes("attempt", "iteration")
         """Number of the captured iteration from 0, in order of attempts and iterations."""
         self.num_times = int(self.times.max(initial=-1)) + 1
-        self.order = _order(codes_of(self.times, ranks), self.fields["counter"])
+        self.order = _order(row_codes(self.times, ranks), self.fields["counter"])
         """Order of execution within the iteration of the rank, from 0."""
-        _, firsts = np.unique(codes_of(self.sites, ranks), return_index=True)
+        _, firsts = np.unique(row_codes(self.sites, ranks), return_index=True)
         self.num_ranks = np.bincount(self.sites[firsts], minlength=1)[self.sites]
         """Number of ranks that have records of the same site."""
         self.has_many_ranks = np.unique(ranks).size > 1
         self.has_many_quant_types = len(set(self.fields["quant_type"].tolist())) > 1
         self.has_many_stacks = len(stacks_of(records)) > 1
-        numbers = numbers_of(records, METRICS, view=self.view, engine=self.engine)
-        self.metrics = {name: numbers.column(name) for name in METRICS}
+        metrics = record_metrics(records, METRICS, view=self.view, engine=self.engine)
+        self.metrics = {name: metrics.column(name) for name in METRICS}
         """All of `METRICS`; NaN if a record does not have the metric."""
         self.counts = {name: self.metrics[metric].astype(np.int64) for name, metric in COUNTS.items()}
         self.counts["captured_inf"] = records.column("overflow.inf.count").astype(np.int64)
         """All of `COUNTS`, and `captured_inf`: infinities before values were rounded to the computation's dtype."""
-        self.sample_records, self.sample_numbers = numbers.owners, numbers.places
+        self.sample_records, self.sample_numbers = metrics.owners, metrics.sample_indices
         """The record of each sample, and the sample's index in the record."""
-        self.sample_absmax = numbers.of_samples("absmax")
+        self.sample_absmax = metrics.sample_column("absmax")
 
     def __len__(self) -> int:
         """Number of records."""
@@ -92,15 +92,15 @@ class Survey:
         """The same integer for records that agree in these fields; numeric fields keep their order."""
         for name in names:
             if name not in self._field_codes:
-                self._field_codes[name] = codes_of(self.fields[name])
-        return codes_of(*(self._field_codes[name] for name in names))
+                self._field_codes[name] = row_codes(self.fields[name])
+        return row_codes(*(self._field_codes[name] for name in names))
 
-    def asked(self, name: str, mask: Mask) -> Floats:
+    def masked_metric(self, name: str, mask: Mask) -> Floats:
         """One of `NUMBERS` for the records in the mask; 0 for all others."""
-        values, places = np.zeros(len(self)), np.flatnonzero(mask)
-        if places.size:
-            chosen = self.records.take(places.tolist())
-            values[places] = numbers_of(chosen, [name], view=self.view, engine=self.engine).column(name)
+        values, rows = np.zeros(len(self)), np.flatnonzero(mask)
+        if rows.size:
+            chosen = self.records.take(rows.tolist())
+            values[rows] = record_metrics(chosen, [name], view=self.view, engine=self.engine).column(name)
         return values
 
     def _roles(self) -> Codes:
@@ -109,7 +109,7 @@ class Survey:
         _, firsts = np.unique(pairs, return_index=True)
         roles = np.array([role_of(str(modules[first]), int(layers[first])) for first in firsts.tolist()], dtype=object)
         others = self.codes(*(name for name in SITE if name not in {"module", "layer_idx"}))
-        return codes_of(roles[pairs], layers < 0, others)
+        return row_codes(roles[pairs], layers < 0, others)
 
     def episodes(self, mask: Mask) -> Codes:
         """A number for each run of successive captured iterations with records in the mask; -1 for the others."""
@@ -128,16 +128,16 @@ class Survey:
             return is_skipped
         times, firsts = np.unique(self.times[lost], return_index=True)
         groups = [
-            (self.records[place].location.group.partition("/")[0], int(self.fields["iteration"][place]))
-            for place in np.flatnonzero(lost)[firsts].tolist()
+            (self.records[row].location.group.partition("/")[0], int(self.fields["iteration"][row]))
+            for row in np.flatnonzero(lost)[firsts].tolist()
         ]
-        ranks = for_each(lambda one: read_skipped_ranks(reader.backend, *one), groups)
+        ranks = for_each(lambda group: read_skipped_ranks(reader.backend, *group), groups)
         is_skipped[times] = list(map(bool, ranks))
         return is_skipped
 
-    def when(self, place: int) -> tuple[int, int]:
+    def when(self, row: int) -> tuple[int, int]:
         """The captured iteration of a record, and its order within the iteration of its rank."""
-        return int(self.times[place]), int(self.order[place])
+        return int(self.times[row]), int(self.order[row])
 
     def shares(self, counts: NDArray[Any]) -> Floats:
         """The counts divided by the number of elements of each record; 0 for empty tensors."""
@@ -147,49 +147,49 @@ class Survey:
     def by_site(self, mask: Mask, badness: NDArray[Any]) -> Iterator[Codes]:
         """The records of a mask for each site, the worst first; equal ones stay in order."""
         chosen = np.flatnonzero(mask)
-        yield from (chosen[part] for part in members_of(self.sites[chosen], -badness[chosen]))
+        yield from (chosen[part] for part in group_members(self.sites[chosen], -badness[chosen]))
 
-    def numbered(self, name: str, places: Codes | list[int]) -> str:
+    def numbered(self, name: str, rows: Codes | list[int]) -> str:
         """The ranks, iterations or layers of records as text."""
-        return named_numbers(name.removesuffix("_idx"), self.fields[name][places].tolist())
+        return named_numbers(name.removesuffix("_idx"), self.fields[name][rows].tolist())
 
 
-def named_numbers(word: str, values: Iterable[int]) -> str:
+def named_numbers(noun: str, values: Iterable[int]) -> str:
     """`rank 3`, `ranks 0, 2` or `ranks 0 to 999 (500 of them)`."""
-    known = sorted(set(values))
-    if len(known) == 1:
-        return f"{word} {known[0]}"
-    if len(known) <= 8:  # noqa: PLR2004 - as many as a sentence can name
-        return f"{word}s {', '.join(map(str, known))}"
-    return f"{word}s {known[0]} to {known[-1]} ({len(known)} of them)"
+    numbers = sorted(set(values))
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if len(numbers) <= 8:  # noqa: PLR2004 - as many as a sentence can name
+        return f"{noun}s {', '.join(map(str, numbers))}"
+    return f"{noun}s {numbers[0]} to {numbers[-1]} ({len(numbers)} of them)"
 
 
-def _mask(names: NDArray[Any], is_so: Callable[[str], bool]) -> Mask:
-    known = {name: is_so(str(name)) for name in set(names.tolist())}
-    return np.array(list(map(known.__getitem__, names.tolist())), dtype=bool)
+def _mask(names: NDArray[Any], predicate: Callable[[str], bool]) -> Mask:
+    by_name = {name: predicate(str(name)) for name in set(names.tolist())}
+    return np.array(list(map(by_name.__getitem__, names.tolist())), dtype=bool)
 
 
 def _order(groups: Codes, counters: NDArray[Any]) -> Codes:
     """The order of execution of each record in its group, from 0: by `counter`, then by row."""
     order = np.lexsort((counters, groups))
-    found = np.empty(groups.size, dtype=np.int64)
-    found[order] = np.arange(groups.size) - np.searchsorted(groups[order], groups[order])
-    return found
+    positions = np.empty(groups.size, dtype=np.int64)
+    positions[order] = np.arange(groups.size) - np.searchsorted(groups[order], groups[order])
+    return positions
 
 
 def binades(values: NDArray[Any]) -> Floats:
     """Base-2 logarithms of positive finite values; NaN for all others."""
-    known = np.isfinite(values) & (values > 0)
-    found = np.full(values.shape, np.nan)
-    np.log2(values, out=found, where=known)
-    return found
+    is_positive = np.isfinite(values) & (values > 0)
+    logarithms = np.full(values.shape, np.nan)
+    np.log2(values, out=logarithms, where=is_positive)
+    return logarithms
 
 
-def codes_of(*columns: NDArray[Any]) -> Codes:
+def row_codes(*columns: NDArray[Any]) -> Codes:
     """An integer for each row, equal if all columns are equal; from 0, without gaps, NaN equal to NaN."""
     codes, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
-        numbers = _numbers_of(column)
+        numbers = _column_codes(column)
         span = int(numbers.max(initial=0)) + 1
         if size * span >= _MAX_CODE:
             codes = np.unique(codes, return_inverse=True)[1].reshape(-1)
@@ -203,15 +203,15 @@ _MAX_PLAIN = 1 << 20
 """If a column of integers spans less than this, its codes are the values minus the smallest one."""
 
 
-def _numbers_of(column: NDArray[Any]) -> Codes:
+def _column_codes(column: NDArray[Any]) -> Codes:
     """An integer, 0 or more, for each row, equal if the column is equal; in the order of numeric values."""
     if column.dtype == object:
         # Does not sort texts, which would take longer than everything else.
-        known: dict[Any, int] = {}
-        for one in column.tolist():
-            if one not in known:
-                known[one] = len(known)
-        return np.array(list(map(known.__getitem__, column.tolist())), dtype=np.int64)
+        codes: dict[Any, int] = {}
+        for value in column.tolist():
+            if value not in codes:
+                codes[value] = len(codes)
+        return np.array(list(map(codes.__getitem__, column.tolist())), dtype=np.int64)
     if column.dtype.kind in "bi" and column.size:
         low, high = int(column.min()), int(column.max())
         if high - low < _MAX_PLAIN:
@@ -219,19 +219,19 @@ def _numbers_of(column: NDArray[Any]) -> Codes:
     return np.unique(column, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
-def members_of(groups: Codes, *order: NDArray[Any]) -> Iterator[Codes]:
+def group_members(groups: Codes, *order: NDArray[Any]) -> Iterator[Codes]:
     """For each group, the indices of its values, sorted by these columns."""
-    places = np.lexsort((*reversed(order), groups))
-    starts = np.flatnonzero(np.diff(groups[places], prepend=-1)) if places.size else places
-    yield from (part for part in np.split(places, starts[1:]) if part.size)
+    indices = np.lexsort((*reversed(order), groups))
+    starts = np.flatnonzero(np.diff(groups[indices], prepend=-1)) if indices.size else indices
+    yield from (part for part in np.split(indices, starts[1:]) if part.size)
 
 
-def sizes_of(groups: Codes) -> Codes:
+def group_sizes(groups: Codes) -> Codes:
     """For each value, the size of its group."""
     return np.bincount(groups, minlength=1)[groups] if groups.size else groups
 
 
-def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
+def group_median_bounds(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     """For each value, the lower and the upper median of its group; they are equal in groups of odd size."""
     if not groups.size:
         return values, values
@@ -244,20 +244,20 @@ def middles_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     return middles[0], middles[1]
 
 
-def medians_of(groups: Codes, values: Floats) -> Floats:
+def group_medians(groups: Codes, values: Floats) -> Floats:
     """For each value, the median of its group; the mean of the two middle values if the size is even."""
-    low, high = middles_of(groups, values)
-    found: Floats = (low + high) / 2
-    return found
+    low, high = group_median_bounds(groups, values)
+    medians: Floats = (low + high) / 2
+    return medians
 
 
-def deviations_of(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
+def group_deviations(groups: Codes, values: Floats) -> tuple[Floats, Floats]:
     """For each value, its difference from the median of its group, and the MAD of the group."""
-    apart = values - medians_of(groups, values)
-    return apart, medians_of(groups, np.abs(apart))
+    deviations = values - group_medians(groups, values)
+    return deviations, group_medians(groups, np.abs(deviations))
 
 
-def robust_z(apart: Floats, mads: Floats | float, *, floor: float = limit.MIN_MAD_BINADES) -> Floats:
+def robust_z(deviations: Floats, mads: Floats | float, *, floor: float = limit.MIN_MAD_BINADES) -> Floats:
     """Deviations in units of the MAD, which is at least `floor` and is scaled to a standard deviation."""
-    found: Floats = apart / (limit.NORMAL_MAD * np.maximum(mads, floor))
-    return found
+    scores: Floats = deviations / (limit.NORMAL_MAD * np.maximum(mads, floor))
+    return scores

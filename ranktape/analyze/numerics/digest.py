@@ -109,9 +109,9 @@ class Digests:
         counts: Callable[[], NDArray[Any]],
         sample_sizes: Integers,
         samples: Callable[[], Floats],
-        kept: Callable[[], Floats] | None = None,
+        cached_metrics: Callable[[], Floats] | None = None,
     ) -> None:
-        """Take the columns; `codes`, `counts`, `samples` and `kept` are called when they are first needed.
+        """Take the columns; `codes`, `counts`, `samples` and `cached_metrics` are called when they are first needed.
 
         `codes` gives the bytes of the numbers of all records. `kinds` is the index in `CODE_KINDS` of the type of the
         numbers of each record.
@@ -130,7 +130,13 @@ class Digests:
         """Number of distinct numbers of each record."""
         self.sample_sizes = sample_sizes
         """Number of samples of each record; -1 if its samples are not distinguished."""
-        self._kinds, self._codes, self._counts, self._samples, self._kept = kinds, codes, counts, samples, kept
+        self._kinds, self._codes, self._counts, self._samples, self._cached_metrics = (
+            kinds,
+            codes,
+            counts,
+            samples,
+            cached_metrics,
+        )
 
     @classmethod
     def of(cls, digest: Digest) -> Digests:
@@ -221,9 +227,9 @@ class Digests:
         return self._samples() if (self.sample_sizes > 0).any() else np.zeros((0, len(SAMPLE_METRICS)))
 
     @functools.cached_property
-    def kept(self) -> Floats | None:
+    def cached_metrics(self) -> Floats | None:
         """Numbers derived from the columns of each record and cached with them; None if there are none."""
-        return None if self._kept is None else self._kept()
+        return None if self._cached_metrics is None else self._cached_metrics()
 
     @functools.cached_property
     def starts(self) -> Integers:
@@ -361,7 +367,7 @@ class Digests:
             counts=lambda: self.stored_counts,
             sample_sizes=self.sample_sizes,
             samples=samples,
-            kept=self._kept,
+            cached_metrics=self._cached_metrics,
         )
 
 
@@ -582,5 +588,5 @@ def _thinned(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_cell
     distinct, sums = values[starts] + 0.0, np.add.reduceat(counts, starts)
     if starts.size <= 2 * num_cells:
         return Summary(distinct, sums, is_exact)
-    kept, num_merged = thin(distinct, sums, _groups(distinct), num_cells)
-    return Summary(distinct[:kept], sums[:kept].copy(), is_exact and not num_merged)
+    cached_metrics, num_merged = thin(distinct, sums, _groups(distinct), num_cells)
+    return Summary(distinct[:cached_metrics], sums[:cached_metrics].copy(), is_exact and not num_merged)

@@ -33,9 +33,9 @@ from ranktape.analyze.engine.target import (
     Target,
     largest_value,
     parse_targets,
-    row_of_sweep,
+    preserves_limits,
+    sweep_row,
     sweepable,
-    tells_apart,
 )
 from ranktape.analyze.engine.values import View, pick, read_numbers, viewed_dtype, viewed_dtypes
 from ranktape.analyze.findings import thresholds as limit
@@ -616,7 +616,7 @@ def _of_digests(records: Records, targets: Sequence[Target], *, view: View, engi
             for kind in SCANNED:
                 counts[kind][part] = of_kinds[kind] if kind in of_kinds else known.tally(kind)
             counts["minimum"][part], counts["maximum"][part] = known.end("minimum"), known.end("maximum")
-            if not tells_apart(target.limits()):
+            if not preserves_limits(target.limits()):
                 is_unknown[target][part] = ~known.is_exact
     for target, counts in found.items():
         counts["total"] = counts["upper"] + counts["lower"]
@@ -640,11 +640,11 @@ def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engin
     for place, dtype, payload in zip(np.flatnonzero(mask).tolist(), dtypes, payloads, strict=True):
         blocks = job.counted(payload, dtype=dtype)
         for target, counts, is_unknown in zip(targets, found, unknown, strict=True):
-            sweep = target.job.answer(blocks)
+            sweep = target.job.from_counts(blocks)
             if sweep is None:
                 is_unknown[place] = True
             else:
-                for name, value in row_of_sweep(sweep).items():
+                for name, value in sweep_row(sweep).items():
                     counts[name][place] = value
     for target, counts, is_unknown in zip(targets, found, unknown, strict=True):
         _count_values(records, target, is_unknown, counts, view=view, engine=engine)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import METRICS, NUMBERS, count_names, is_percentile, metric_columns, parse_metric
-from ranktape.analyze.engine.numbers import group_digests, numbers_of, numbers_of_groups
+from ranktape.analyze.engine.numbers import group_digests, group_metrics, record_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     SAMPLE_COLUMN,
@@ -87,7 +87,7 @@ def stats(
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
     of_state = NUMBERS["has_percentiles"], NUMBERS["is_exact"]
-    known = numbers_of_groups(records, groups, [*chosen, *of_state], view=look, engine=engine)
+    known = group_metrics(records, groups, [*chosen, *of_state], view=look, engine=engine)
     has_percentiles, is_exact = (known.column(one.name) > 0 for one in of_state)
     precision = Coded(np.where(has_percentiles, np.where(is_exact, 0, 1), 2), [_EXACT, _NEAR, _UNKNOWN])
     cells = [number_cells(known.column(one.name), kind=one.kind) for one in chosen]
@@ -184,9 +184,9 @@ def _sample_table(
     note.
     """
     chosen = [METRICS[name] for name in sample_metrics(metrics) or SAMPLE_NAMES]
-    known, named = numbers_of(records, (), view=view, engine=engine), sample_names(records)
+    known, named = record_metrics(records, (), view=view, engine=engine), sample_names(records)
     is_named = np.repeat([bool(names) for names in named], known.sample_sizes)
-    samples, owners, places = (one[is_named] for one in (known.samples, known.owners, known.places))
+    samples, owners, places = (one[is_named] for one in (known.samples, known.owners, known.sample_indices))
     if not owners.size:
         raise NoRecordsError(
             "no record has samples that can be told apart: their sample_dim is not known, or no values were kept"

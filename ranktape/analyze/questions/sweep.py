@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ranktape.analyze.engine.digests import VERSION as DIGEST_VERSION
-from ranktape.analyze.engine.engine import Engine, unless_failed, values_of_records
+from ranktape.analyze.engine.engine import Engine, cached_record_values, raise_if_error
 from ranktape.analyze.engine.sweep_measure import VERSION as BLOCKS_VERSION
-from ranktape.analyze.engine.sweep_measure import Asked, Job, sweep_numbers, sweep_records
+from ranktape.analyze.engine.sweep_measure import Job, RecordJobs, sweep_numbers, sweep_records
 from ranktape.analyze.engine.target import sweepable
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
@@ -260,7 +260,9 @@ def sweep_selection(
         return
     names = sample_names(records) if SAMPLE in by else []
     columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
-    asked: list[Asked] = [dict.fromkeys(range(len(found)), jobs) for found in names] or [{None: jobs}] * len(records)
+    asked: list[RecordJobs] = [dict.fromkeys(range(len(found)), jobs) for found in names] or [{None: jobs}] * len(
+        records
+    )
     all_found = sweep_records(records, asked, view=view, engine=engine)
     for row, (identity, found) in enumerate(zip(identities, all_found, strict=True)):
         if isinstance(found, RanktapeError):
@@ -293,7 +295,7 @@ def _kept_cells(
         for found in sweep_records(some, [{None: ordered}] * len(some), view=view, engine=engine):
             yield found if isinstance(found, RanktapeError) else [cells_of(one)[2:] for one in found[None]]
 
-    for value in values_of_records(records, compute, name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", engine=engine):
+    for value in cached_record_values(records, compute, name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", engine=engine):
         if isinstance(value, RanktapeError):
             yield value
             continue
@@ -464,7 +466,7 @@ def _at_common_scales(
         asked: list[dict[int | None, list[Job]]] = [{} for _ in range(len(records))]
         for member, jobs in batch:
             asked[member.index][member.sample] = list(jobs.values())
-        found = list(map(unless_failed, sweep_records(records, asked, view=view, engine=engine)))
+        found = list(map(raise_if_error, sweep_records(records, asked, view=view, engine=engine)))
         for member, jobs in batch:
             sweeps = found[member.index][member.sample]
             again |= {(id(member), index): one for index, one in zip(jobs, sweeps, strict=True)}
@@ -550,7 +552,7 @@ def sweep(
     is_kept = can_be_kept(jobs, by=by, with_levels=with_levels)
     found: list[Swept] = []
     for swept in sweep_selection(chosen, jobs, view=view, by=fields, is_kept=is_kept, engine=used):
-        found += unless_failed(swept)
+        found += raise_if_error(swept)
     table = table_of(found, view=view, by=fields, with_levels=with_levels, target_sqnr=target_sqnr, engine=used)
     return dataclasses.replace(table, notes=(*table.notes, *filter(None, (*notes, left_out))))
 

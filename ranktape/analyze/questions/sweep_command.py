@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ranktape.analyze.console import say
-from ranktape.analyze.engine.engine import Engine, value_of_all
+from ranktape.analyze.engine.engine import Engine, cached_joint_value
 from ranktape.analyze.engine.sweep_measure import Job
 from ranktape.analyze.engine.target import is_sweepable, sweepable
 from ranktape.analyze.engine.values import View, viewed_dtype
@@ -177,7 +177,7 @@ def _kept_or_made(
         columns = [dataclasses.asdict(column) for column in table.columns]
         return {"title": table.title, "columns": columns, "rows": list(table.rows), "notes": table.notes}
 
-    known = value_of_all(selected, about, make_value, name=f"sweep_groups_v{KEPT_VERSION}")
+    known = cached_joint_value(selected, about, make_value, name=f"sweep_groups_v{KEPT_VERSION}")
     if made:
         return made[0]
     columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in known["columns"])

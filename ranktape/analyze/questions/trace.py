@@ -15,7 +15,7 @@ import numpy as np
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import parse_metric
-from ranktape.analyze.engine.numbers import additive_masks, numbers_of
+from ranktape.analyze.engine.numbers import additive_masks, record_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
 from ranktape.analyze.questions.stats import sample_metrics, samples_together
@@ -102,7 +102,7 @@ def _steps(
 ) -> list[tuple[int, int | None, Mapping[str, float | None]]]:
     """For each step, the index of the record, the index of the sample in it, and the metrics."""
     wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
-    known = numbers_of(records, wanted if sample is None else (), view=view, engine=engine)
+    known = record_metrics(records, wanted if sample is None else (), view=view, engine=engine)
     found = known.columns
     steps: list[tuple[int, int | None]] = [(place, None) for place in range(len(records))]
     if sample is not None:

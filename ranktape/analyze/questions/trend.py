@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import Metric, parse_metric
-from ranktape.analyze.engine.numbers import numbers_of_groups
+from ranktape.analyze.engine.numbers import group_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import SITE
 from ranktape.analyze.identity import Groups, group_columns, group_records, with_stacks, words
@@ -89,7 +89,7 @@ def _found(
     records: Records, groups: Groups, chosen: Sequence[Metric], *, view: View, engine: Engine | None
 ) -> list[tuple[float | None, ...]]:
     """The metrics of each group."""
-    known = numbers_of_groups(records, groups, chosen, view=view, engine=engine)
+    known = group_metrics(records, groups, chosen, view=view, engine=engine)
     return list(TableRows([number_cells(known.column(one.name), kind=one.kind) for one in chosen]))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.engine.cache import Keys, record_keys
-from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine, values_of_keys
+from ranktape.analyze.engine.engine import KEY_COLUMNS, Engine, cached_values
 from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
@@ -239,7 +239,7 @@ def _found_of_each(
         start = stop
     keys = _keys(calls, recipes)
     name = f"replay_v{VERSION}"
-    return values_of_keys(calls.records.reader, groups, keys, make, name=name, max_rows=_MAX_ROWS)
+    return cached_values(calls.records.reader, groups, keys, make, name=name, max_rows=_MAX_ROWS)
 
 
 def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.metrics import parse_metric
-from ranktape.analyze.engine.numbers import group_digests, numbers_of_groups
+from ranktape.analyze.engine.numbers import group_digests, group_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import group_records, row_groups, words
 from ranktape.analyze.numerics.digest import Digest, finite
@@ -190,7 +190,7 @@ def _parquet(
     wanted = {name: parse_metric(name) for name in metrics if name not in table.column_names}
     if wanted:
         groups = row_groups(records, by=())
-        known = numbers_of_groups(records, groups, [*wanted.values()], view=view or View.COMPUTE, engine=engine)
+        known = group_metrics(records, groups, [*wanted.values()], view=view or View.COMPUTE, engine=engine)
         for name, metric in wanted.items():
             table = table.append_column(name, pa.array(known.column(metric.name), from_pandas=True))
     sink = io.BytesIO()

@@ -278,7 +278,7 @@ def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: For
 TWO_BITS = (ONE_FIELD + 1) << 52
 """The bits of the float64 2.0."""
 
-APART = NUMBERS[1:]
+OUTSIDE_CELLS = NUMBERS[1:]
 """The fields of a histogram of blocks that are counts of blocks and of elements outside of cells."""
 
 CELLS = ("exponents", "classes", "magnitudes", "counts")
@@ -341,7 +341,7 @@ def count_few_cells(
     if counted is None:
         return None
     axis_from_end = str(from_front - shaped.ndim)
-    return histogram_of(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=array.size)
+    return build_histogram(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=array.size)
 
 
 @functools.cache
@@ -356,7 +356,7 @@ def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np
     return dtype if row.itemsize == HALF_NBYTES else _BFLOAT16
 
 
-def histogram_of(
+def build_histogram(
     counted: Counted, *, dtype: np.dtype[Any], axis: str, block_size: int, num_elements: int
 ) -> BlockHistogram:
     """The histogram of the counts of rows. Removes the cells from `counted`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
-from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, Counted, histogram_of, rows_of
+from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, Counted, build_histogram, rows_of
 from ranktape.analyze.numerics.histograms.histogram import Histogram
 from ranktape.analyze.numerics.pieces import boxes, grouped_shape
 from ranktape.errors import UsageError
@@ -68,7 +68,7 @@ def count_tensor_blocks(tensor: torch.Tensor, *, axis: int = -1, block_size: int
     from_front = axis % rows.ndim
     counted = _count(halves, axis=from_front, block_size=block_size)
     axis_from_end, dtype = str(from_front - rows.ndim), _numpy_dtype(halves.dtype)
-    return histogram_of(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=tensor.numel())
+    return build_histogram(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=tensor.numel())
 
 
 def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> Counted:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ranktape.analyze.engine.sweep_measure import sweep_one
+from ranktape.analyze.engine.sweep_measure import sweep_record
 from ranktape.analyze.engine.values import read_values
 from ranktape.analyze.legacy.plots import draw_panels
 from ranktape.analyze.questions.sweep import parse_jobs
@@ -368,7 +368,7 @@ def sweep(data: PlotData, _: Plot) -> Figure:
     if not is_kept[place]:
         raise UsageError("of all tensors statistics alone were kept: no scale can be tried")
     record = data.records[place]
-    (found,) = sweep_one(
+    (found,) = sweep_record(
         record, parse_jobs(DEFAULT_FORMAT if data.target is None else data.target.name), view=data.view
     )
     title = f"{record.module or record.layer_type} {record.tensor_name}, {record.operation} {record.phase}"

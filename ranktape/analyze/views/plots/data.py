@@ -19,7 +19,7 @@ from ranktape.analyze.engine.digests import digest_columns, merge_digests
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import METRICS
 from ranktape.analyze.engine.numbers import additive_masks
-from ranktape.analyze.engine.target import Target, one_target
+from ranktape.analyze.engine.target import Target, parse_target
 from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SampleName, places_of, quant_types, sample_names
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS
@@ -345,7 +345,7 @@ class DataPass:
             part = slice(start, start + len(columns))
             start, has_values, rows = part.stop, columns.has_values, rows_of[part]
             for name in OF_DIGESTS:
-                self.metrics[name][part] = METRICS[name].of_columns(columns)
+                self.metrics[name][part] = METRICS[name].compute(columns)
             for name in COUNTS:
                 self.metrics[name][part] = columns.tally(name)
             if data.target is not None:
@@ -493,4 +493,4 @@ def default_target(records: Records) -> Target | None:
     a training, so plots of their own limits would be empty.
     """
     names = set(records.column("dtype").tolist())
-    return one_target(DEFAULT_FORMAT) if any(dtype_row(name).itemsize > 1 for name in names) else None
+    return parse_target(DEFAULT_FORMAT) if any(dtype_row(name).itemsize > 1 for name in names) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.analyze.console import write_whole, writing
-from ranktape.analyze.engine.engine import one_step, steps
+from ranktape.analyze.engine.engine import step_line, steps
 from ranktape.analyze.views.plots.data import PlotData, default_target
 from ranktape.analyze.views.plots.groups import subject_line
 from ranktape.analyze.views.plots.style import FORMS, plot_bytes
@@ -132,7 +132,7 @@ def write_plots(
     is_shown = engine is not None and engine.show_progress
     with steps(len(drawn)), _drawing(data, drawn, folder=folder) as draw:
         for kind in drawn:
-            with one_step(f"drawing {kind.name}", is_shown=is_shown):
+            with step_line(f"drawing {kind.name}", is_shown=is_shown):
                 draw(kind)
             on_plot(folder / kind.path)
     written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=target is not None))

@@ -18,7 +18,7 @@ import numpy as np
 from ranktape.analyze.engine.digests import digest_columns
 from ranktape.analyze.engine.sweep_measure import Job, sweep_records
 from ranktape.analyze.engine.target import is_sweepable
-from ranktape.analyze.findings.survey import SITE, codes_of, medians_of
+from ranktape.analyze.findings.survey import SITE, group_medians, row_codes
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.questions.sweep import parse_jobs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ranktape.analyze.engine.engine import Engine
-    from ranktape.analyze.engine.numbers import RecordNumbers
+    from ranktape.analyze.engine.numbers import RecordMetrics
     from ranktape.analyze.engine.values import View
     from ranktape.analyze.numerics.recipes.recipe import Recipe
     from ranktape.analyze.replays.replayed import Replayed
@@ -139,22 +139,22 @@ SAMPLE_METRICS = ("overflow.ratio", "overflow.underflow.ratio", "absmax", "std",
 """The metrics of single samples."""
 
 
-def sample_columns(known: RecordNumbers, *, first: Collection[int], limit: int = MAX_SAMPLES) -> dict[str, Any]:
+def sample_columns(known: RecordMetrics, *, first: Collection[int], limit: int = MAX_SAMPLES) -> dict[str, Any]:
     """The metrics of samples as columns, of at most `limit` samples.
 
     The records in `first` have priority, then those whose samples differ most.
     """
     sizes, owners = known.sample_sizes, known.owners
-    num_elements = np.maximum(1, known.of_samples("num_elements"))
+    num_elements = np.maximum(1, known.sample_column("num_elements"))
     ratios = {
-        "overflow.ratio": (known.of_samples("upper") + known.of_samples("lower")) / num_elements,
-        "overflow.underflow.ratio": known.of_samples("underflow") / num_elements,
+        "overflow.ratio": (known.sample_column("upper") + known.sample_column("lower")) / num_elements,
+        "overflow.underflow.ratio": known.sample_column("underflow") / num_elements,
     }
-    columns = {name: ratios[name] if name in ratios else known.of_samples(name) for name in SAMPLE_METRICS}
+    columns = {name: ratios[name] if name in ratios else known.sample_column(name) for name in SAMPLE_METRICS}
     # For each record, the largest absmax of a sample over the median of its samples.
     spreads = np.zeros(sizes.size)
     is_known = np.isfinite(columns["absmax"])
-    middles = medians_of(owners[is_known], columns["absmax"][is_known])
+    middles = group_medians(owners[is_known], columns["absmax"][is_known])
     is_positive = middles > 0
     np.maximum.at(
         spreads, owners[is_known][is_positive], columns["absmax"][is_known][is_positive] / middles[is_positive]
@@ -174,7 +174,7 @@ def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
     """The rows of at most `MAX_LOOKED_AT` records in order of priority."""
     is_first = np.zeros(len(records), dtype=bool)
     is_first[list(first)] = True
-    sites = codes_of(*(records.column(field) for field in (*SITE, "dtype")))
+    sites = row_codes(*(records.column(field) for field in (*SITE, "dtype")))
     # For each record, counts the earlier records of the same site.
     by_site = np.argsort(sites, kind="stable")
     again = np.empty_like(sites)

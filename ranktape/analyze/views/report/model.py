@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ranktape.analyze.engine.engine import Engine, next_step
-from ranktape.analyze.engine.numbers import numbers_of
+from ranktape.analyze.engine.numbers import record_metrics
 from ranktape.analyze.findings.finding import Finding, headline
 from ranktape.analyze.identity import (
     IDENTITY,
@@ -172,7 +172,7 @@ def build_model(
     used, jobs = engine or Engine(), usual_jobs(formats)
     listed = findings[:MAX_FINDINGS]
     named = sorted({place for finding in listed for place in finding.places[:MAX_PLACES]})
-    known = numbers_of(records, ["elements", *(one.source for one in SHOWN)], view=view, engine=used)
+    known = record_metrics(records, ["elements", *(one.source for one in SHOWN)], view=view, engine=used)
     samples = sample_columns(known, first=set(named))
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
     rows = looked_at(records, first=named)
