@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -212,6 +213,28 @@ def test_a_rank_that_never_reports_ends_the_wait(tmp_path: Path) -> None:
     verdict = watched.coordinator.finish()
     assert 0.5 <= time.monotonic() - began < 20
     assert "iteration 0 is partial (rank 1: never reported (its host may be lost))" in verdict.message()
+
+
+def test_what_a_rank_stores_has_arrived_before_and_when_it_commits(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "run", planned=(0,), target=1)
+    watched.kill()
+
+    def arrived() -> list[int] | None:
+        return watched.coordinator._arrived(watched.coordinator._look())
+
+    open_iteration(watched.backend, attempt=watched.attempt, iteration=0)
+    known = [arrived()]
+    for number in range(2):
+        array = np.zeros((512, 1024), dtype=np.float32)
+        watched.writers[1].write(array, info=describe(array, iteration=0, rank=1, module=f"layers.{number}"))
+        known.append(arrived())
+    watched.writers[1].commit(0, expected=[], silent_sites={})
+    known.append(arrived())
+    watched.writers[1].close(reason="the training failed")
+    known.append(arrived())
+    assert all(one is not None for one in known)
+    assert all(one != before for before, one in itertools.pairwise(known)), known
+    assert arrived() == known[-1]
 
 
 @exhaustive("it waits")
