@@ -45,7 +45,7 @@ def _tell(error: BaseException) -> None:
         return
     text = " ".join(f"{type(error).__name__}: {error}".split())
     try:
-        sys.stderr.write(f"ranktape: error: {text}; the training goes on without a capture\n")
+        sys.stderr.write(f"ranktape: error: {text}; the training continues without a capture\n")
         sys.stderr.flush()
     except Exception:  # noqa: BLE001, S110  (stderr is closed, or there is none)
         pass
