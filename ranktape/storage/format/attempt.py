@@ -78,8 +78,8 @@ class Attempt:
 def read_attempts(backend: Backend) -> list[Attempt]:
     """The attempts of a run in ascending order. Groups without a document are ignored."""
     attempts = for_each(lambda name: read_attempt(backend, name), backend.list_names(""))
-    found = [attempt for attempt in attempts if attempt is not None]
-    return sorted(found, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
+    existing = [attempt for attempt in attempts if attempt is not None]
+    return sorted(existing, key=lambda attempt: (attempt.number, attempt.launch.first_rank, attempt.path))
 
 
 def read_attempt(backend: Backend, path: str) -> Attempt | None:
@@ -219,15 +219,15 @@ class IterationPlan:
     @property
     def asked_iterations(self) -> frozenset[int]:
         """All iterations that were requested while the training ran."""
-        return frozenset(iteration for one in self.asked for iteration in one.iterations)
+        return frozenset(iteration for request in self.asked for iteration in request.iterations)
 
 
 def write_plan(backend: Backend, *, attempt: Attempt, plan: IterationPlan) -> None:
     """Announce a plan to every rank of an attempt."""
     check_attempt(backend, attempt)
     attributes = dataclasses.asdict(plan)
-    asked = {one.pop("name"): one for one in attributes.pop("asked")}
-    write_group(backend, layout.plan_path(attempt.path), attributes | ({"asked": asked} if asked else {}))
+    requests = {request.pop("name"): request for request in attributes.pop("asked")}
+    write_group(backend, layout.plan_path(attempt.path), attributes | ({"asked": requests} if requests else {}))
 
 
 def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
@@ -236,8 +236,10 @@ def read_plan(backend: Backend, *, attempt: Attempt) -> IterationPlan | None:
     attributes = read_attributes(backend, path)
     if attributes is None:
         return None
-    asked = attributes.get("asked", {})
-    if isinstance(asked, dict):
-        named = [{**one, "name": name} if isinstance(one, dict) else one for name, one in asked.items()]
+    requests = attributes.get("asked", {})
+    if isinstance(requests, dict):
+        named = [
+            {**request, "name": name} if isinstance(request, dict) else request for name, request in requests.items()
+        ]
         attributes["asked"] = named
     return converted(attributes, IterationPlan, place=f"{backend.url}/{layout.document_key(path)}")

@@ -226,8 +226,8 @@ class _Archive:
 
 def encode_catalogue(entries: Sequence[CatalogueEntry]) -> bytes:
     """The npz archive of some entries, in their order."""
-    found = zip(*map(_values, entries), strict=True) if entries else itertools.repeat(())
-    return _pack((name, _column(name, values)) for name, values in zip(KINDS, found, strict=False))
+    columns = zip(*map(_values, entries), strict=True) if entries else itertools.repeat(())
+    return _pack((name, _column(name, values)) for name, values in zip(KINDS, columns, strict=False))
 
 
 def _column(name: str, values: Sequence[Any]) -> Column:
@@ -260,17 +260,17 @@ def documented_columns(attributes: Mapping[str, Any], *, name: str) -> dict[str,
         if column in {"stack", "index", "site"}:
             continue
         is_shared = not any(first in capture for capture in captures)
-        values = [common[first]] if is_shared else [(one if first in one else common)[first] for one in captures]
+        values = [common[first]] if is_shared else [(item if first in item else common)[first] for item in captures]
         for step in inner:
-            values = [one[step] for one in values]
+            values = [item[step] for item in values]
         if column in {"shape", "numel"}:
             values = [*map(tuple, values)]
         elif kind is FieldKind.OPTIONAL_REAL:
-            values = [float(one) if isinstance(one, str) else one for one in values]
+            values = [float(item) if isinstance(item, str) else item for item in values]
         stored = _stored(column, values)
         columns[column] = stored * number if is_shared else stored
     fields = (columns[field] for field in SITE_FIELDS)
-    columns["site"] = [_site_path(*one) for one in zip(*fields, strict=True)] if is_stack else [name]
+    columns["site"] = [_site_path(*item) for item in zip(*fields, strict=True)] if is_stack else [name]
     return columns
 
 
@@ -410,8 +410,8 @@ def read_rows(table: RecordTable, rows: np.ndarray[Any, Any], *, place: str) -> 
         values = {name: _restored(name, column) for name, column in columns.items()}
         sizes = values_of(columns["numel"])
         tallies = {kind: map(_tally, values[f"overflow.{kind}.count"], sizes) for kind in TALLY_KINDS}
-        others = {name: values[f"overflow.{name}"] for name in (*EXTREMES, "per_sample")}
-        overflows = _frozen(Overflow, {**tallies, **others}, len(rows))
+        extremes = {name: values[f"overflow.{name}"] for name in (*EXTREMES, "per_sample")}
+        overflows = _frozen(Overflow, {**tallies, **extremes}, len(rows))
         fields = {field.name: values[field.name] for field in RECORD_FIELDS}
         infos = _frozen(RecordInfo, {**fields, "overflow": overflows}, len(rows))
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -138,8 +138,8 @@ def summary_of(commits: Mapping[int, RankCommit]) -> dict[str, Any]:
         counts = [getattr(commit, name) for commit in every]
         summary |= {} if None in counts else {name: sum(counts)}
     always = {"num_records", "nbytes", "silent_sites", *_COUNTS}
-    said = {name: value for name, value in summary.items() if value or name in always}
-    return {**said, "commits": [commit.checksum for commit in every]}
+    attributes = {name: value for name, value in summary.items() if value or name in always}
+    return {**attributes, "commits": [commit.checksum for commit in every]}
 
 
 def _is_dropped(backend: Backend, attempt: Attempt, iteration: int) -> bool:
@@ -191,7 +191,7 @@ def read_skipped_ranks(backend: Backend, attempt: str, iteration: int) -> tuple[
 
 def mark_committed(backend: Backend, attempt: str, rank: int, iteration: int, *, commit: bytes) -> None:
     """Write the marker of a stored commit, given its document, and delete the rank's other markers of the iteration."""
-    others = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
-    backend.delete_keys([layout.document_key(path) for path in others])
+    other_markers = (layout.marker_path(attempt, iteration, rank, mark) for mark in (Mark.FAILED, Mark.SKIPPED))
+    backend.delete_keys([layout.document_key(path) for path in other_markers])
     marker = layout.marker_path(attempt, iteration, rank, Mark.COMMITTED)
     write_group(backend, marker, {"commit": document_checksum(commit)})

@@ -86,10 +86,10 @@ def check_nesting(value: Any, *, limit: int = MAX_NESTING) -> None:
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(limit):
         inner = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [one for values in inner for one in values if isinstance(one, _NESTED)]
+        level = [value for values in inner for value in values if isinstance(value, _NESTED)]
         if len(level) > _MANY_NESTED:
             # One list may be an item of many others, though not in parsed JSON.
-            level = list({id(one): one for one in level}.values())
+            level = list({id(value): value for value in level}.values())
         if not level:
             return
     raise ValueError(f"lists and dictionaries nested deeper than {limit}")
@@ -300,8 +300,8 @@ def unpack(content: memoryview, compression: Compression, *, nbytes: int) -> mem
             raise ValueError(f"a blosc frame of {len(content)} bytes")
         unpacked, _, packed = struct.unpack_from("<3I", content, 4)
         if (unpacked, packed) != (nbytes, len(content)) or content[2] >> 5 != _BLOSC_ZSTD:
-            said = f"{packed} bytes for {unpacked}: it has {len(content)} for {nbytes}"
-            raise ValueError(f"a blosc frame that says {said}")
+            sizes = f"{packed} bytes for {unpacked}: it has {len(content)} for {nbytes}"
+            raise ValueError(f"a blosc frame that says {sizes}")
         return memoryview(blosc.decompress(content, target)).cast("B")
     except RuntimeError as error:
         raise ValueError(str(error)) from error
@@ -321,12 +321,12 @@ _Answer = TypeVar("_Answer")
 
 
 def for_each(
-    answer: Callable[[_Asked], _Answer], asked: Iterable[_Asked], *, at_once: int = _NUM_REQUESTS
+    answer: Callable[[_Asked], _Answer], items: Iterable[_Asked], *, at_once: int = _NUM_REQUESTS
 ) -> list[_Answer]:
     """The results of a function for each item, computed by several threads. The first error is raised."""
-    known = list(asked)
+    known = list(items)
     if len(known) <= 1:
-        return [answer(one) for one in known]
+        return [answer(item) for item in known]
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(answer, known))
 

@@ -218,8 +218,8 @@ def triggers_path(attempt: str) -> str:
 
 def trigger_path(attempt: str, iteration: int, rank: int, *, number: int = 0) -> str:
     """The group of one trigger on a rank in an iteration; `number` distinguishes several of them."""
-    behind = f".{number}" if number else ""
-    return _path(KeyKind.TRIGGER, attempt, iteration=iteration, rank=rank, number=behind)
+    suffix = f".{number}" if number else ""
+    return _path(KeyKind.TRIGGER, attempt, iteration=iteration, rank=rank, number=suffix)
 
 
 def control_path(attempt: str) -> str:
@@ -256,22 +256,22 @@ def parse_key(key: str) -> AttemptKey | None:
     """The fields of a key below an attempt; None for a key that ranktape never writes."""
     for kind, pattern in _PATTERNS.items():
         if (match := pattern.fullmatch(key)) is not None:
-            found = match.groupdict()
-            mark = Mark(found["mark"]) if "mark" in found else None
-            return AttemptKey(kind, int(found.get("iteration", -1)), int(found.get("rank", -1)), mark)
+            groups = match.groupdict()
+            mark = Mark(groups["mark"]) if "mark" in groups else None
+            return AttemptKey(kind, int(groups.get("iteration", -1)), int(groups.get("rank", -1)), mark)
     return None
 
 
 def is_trigger(name: str) -> bool:
     """Whether a name in the group of triggers is that of a trigger."""
-    found = parse_key(f"triggers/{name}/{DOCUMENT}")
-    return found is not None and found.kind is KeyKind.TRIGGER
+    parsed = parse_key(f"triggers/{name}/{DOCUMENT}")
+    return parsed is not None and parsed.kind is KeyKind.TRIGGER
 
 
 def parse_control(name: str) -> tuple[KeyKind | None, str]:
     """The kind and the request's name for a name in the group of requests; `(None, "")` for other names."""
-    found = parse_key(f"control/{name}/{DOCUMENT}")
-    return (None, "") if found is None else (found.kind, name.rpartition("_")[2])
+    parsed = parse_key(f"control/{name}/{DOCUMENT}")
+    return (None, "") if parsed is None else (parsed.kind, name.rpartition("_")[2])
 
 
 def parse_attempt(name: str) -> int | None:
@@ -293,8 +293,8 @@ def is_part_of_run(name: str) -> bool:
 
 def iterations_of(keys: Iterable[str]) -> set[int]:
     """The iterations that have a document among keys such as `iter_00000003/zarr.json`."""
-    found = (parse_key(f"iterations/{key}") for key in keys)
-    return {one.iteration for one in found if one is not None and one.kind is KeyKind.ITERATION_COMMIT}
+    parsed = (parse_key(f"iterations/{key}") for key in keys)
+    return {key.iteration for key in parsed if key is not None and key.kind is KeyKind.ITERATION_COMMIT}
 
 
 def iterations_named(names: Iterable[str]) -> set[int]:
@@ -304,8 +304,8 @@ def iterations_named(names: Iterable[str]) -> set[int]:
 
 def ranks_named(names: Iterable[str]) -> set[int]:
     """The ranks whose groups have these names."""
-    found = (parse_key(f"{name}/{DOCUMENT}") for name in names)
-    return {one.rank for one in found if one is not None and one.kind is KeyKind.RANK}
+    parsed = (parse_key(f"{name}/{DOCUMENT}") for name in names)
+    return {key.rank for key in parsed if key is not None and key.kind is KeyKind.RANK}
 
 
 MAX_PATH_LENGTH = 400
@@ -362,8 +362,8 @@ def site_path(site: TensorSite | RecordInfo) -> str:
 
     A name that is longer than file systems allow is split into segments, joined by slashes.
     """
-    words = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
-    begin = _begin_name(site.module, site.layer_type, site.layer_idx, *words)
+    terms = (site.operation, site.phase, site.component, site.quant_type, site.tensor_name)
+    begin = _begin_name(site.module, site.layer_type, site.layer_idx, *terms)
     # Only modes other than training are written.
     end = "" if site.mode == Mode.TRAIN else f",{site.mode}"
     name = f"{begin},m{site.microbatch},c{site.call}{end}"
@@ -380,9 +380,9 @@ def parents_of(path: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _begin_name(module: str, layer_type: str, layer_idx: int, *words: str) -> str:
+def _begin_name(module: str, layer_type: str, layer_idx: int, *terms: str) -> str:
     """The fields that are the same in every iteration. They are cached because encoding them is slow."""
-    name = ",".join([_encode(module), _encode(layer_type), f"L{layer_idx}", *map(_encode, words)])
+    name = ",".join([_encode(module), _encode(layer_type), f"L{layer_idx}", *map(_encode, terms)])
     # Zarr reserves names that start with two underscores; names that start with a dot are hidden or special.
     return f"%{ord(name[0]):02X}{name[1:]}" if name[0] in "_." else name
 

@@ -138,25 +138,25 @@ def count_triggers(backend: Backend, attempt: Attempt) -> int:
     names = list_triggers(backend, attempt)
     if len(names) <= MAX_STORED:
         return len(names)
-    return sum(one.count for one in read_triggers(backend, attempt, names))
+    return sum(trigger.count for trigger in read_triggers(backend, attempt, names))
 
 
 def read_triggers(backend: Backend, attempt: Attempt, names: Collection[str] | None = None) -> list[Trigger]:
     """The triggers of an attempt, or those with the given names, sorted by `order`. Damaged ones are ignored."""
     chosen = sorted(list_triggers(backend, attempt) if names is None else names)
-    found = for_each(lambda name: _read_trigger(backend, attempt, name), chosen)
-    return sorted((one for one in found if one is not None), key=lambda one: one.order)
+    triggers = for_each(lambda name: _read_trigger(backend, attempt, name), chosen)
+    return sorted((trigger for trigger in triggers if trigger is not None), key=lambda trigger: trigger.order)
 
 
 def merge_repeated(triggers: Iterable[Trigger]) -> list[Trigger]:
     """The triggers with repetitions merged: of those of one rank, kind and text, the first with their total count."""
     merged: dict[tuple[Any, ...], Trigger] = {}
-    for one in triggers:
-        key = one.attempt, one.rank, one.kind, one.metric or one.text, one.is_stored
-        first = merged.setdefault(key, one)
-        if first is not one:
-            last = one.iteration if one.last_iteration is None else one.last_iteration
-            merged[key] = dataclasses.replace(first, count=first.count + one.count, last_iteration=last)
+    for trigger in triggers:
+        key = trigger.attempt, trigger.rank, trigger.kind, trigger.metric or trigger.text, trigger.is_stored
+        first = merged.setdefault(key, trigger)
+        if first is not trigger:
+            last = trigger.iteration if trigger.last_iteration is None else trigger.last_iteration
+            merged[key] = dataclasses.replace(first, count=first.count + trigger.count, last_iteration=last)
     return list(merged.values())
 
 

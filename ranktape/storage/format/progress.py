@@ -92,10 +92,10 @@ class IterationStatus:
             return ""
         if not self.missing:
             return "every rank has committed it, its iteration commit is not written yet"
-        words = [f"rank {rank}: {reason}" for rank, reason in list(self.missing.items())[:max_named]]
+        reasons = [f"rank {rank}: {reason}" for rank, reason in list(self.missing.items())[:max_named]]
         num_missing = max(len(self.missing), len(self.expected_ranks) - len(self.committed_ranks))
-        rest = num_missing - len(words)
-        return "; ".join(words) + (f"; and {rest} more" if rest > 0 else "")
+        num_more = num_missing - len(reasons)
+        return "; ".join(reasons) + (f"; and {num_more} more" if num_more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class RunVerdict:
         if self.met:
             return f"minimum met: {have}" + (f" ({_listed(self.complete)})" if self.complete else "") + ended
         missing = "; ".join(self.missing[:_MAX_NAMED]) or "no iteration was begun"
-        rest = len(self.missing) - _MAX_NAMED
-        return f"minimum not met: {have}; {missing}" + (f"; and {rest} more" if rest > 0 else "") + ended
+        num_more = len(self.missing) - _MAX_NAMED
+        return f"minimum not met: {have}; {missing}" + (f"; and {num_more} more" if num_more > 0 else "") + ended
 
     def _recorder_message(self, num_triggers: int) -> str:
         if not num_triggers:
@@ -159,7 +159,7 @@ def judge(
     problems: Mapping[str, str] | None = None,
     ended: str = "",
     num_triggers: int | None = None,
-    asked: Collection[tuple[int, int]] = (),
+    requested: Collection[tuple[int, int]] = (),
 ) -> RunVerdict:
     """The verdict on a run whose iterations have `statuses`.
 
@@ -179,7 +179,7 @@ def judge(
         status.iteration
         for status in statuses
         if status.state in {IterationState.COMPLETE, IterationState.DROPPED}
-        and (status.attempt, status.iteration) not in asked
+        and (status.attempt, status.iteration) not in requested
     }
     is_met = len(planned) >= required
     if not is_met and (extra := sorted(set(complete) - planned)):
@@ -260,7 +260,7 @@ def read_progress(backend: Backend, attempt: Attempt, *, known: Progress | None 
         opened=frozenset(opened),
         marks=marks,
         complete=committed - dropped,
-        closed=frozenset(one.rank for one in closed if one is not None and one.rank >= 0),
+        closed=frozenset(rank_key.rank for rank_key in closed if rank_key is not None and rank_key.rank >= 0),
         dropped=dropped,
     )
 
@@ -275,17 +275,17 @@ def _read_marks(
         keys = backend.list_keys(top)
     else:
         size = attempt.launch.world_size
-        marks = {iteration: words for iteration, words in known.marks.items() if len(words) == size}
+        marks = {iteration: by_rank for iteration, by_rank in known.marks.items() if len(by_rank) == size}
         opened = set(marks)
         # Each name is the group of an iteration. Only groups of unsettled iterations are listed.
         unsettled = sorted(layout.iterations_named(backend.list_names(top)) - set(marks))
         folders = [layout.opened_path(attempt.path, iteration).removeprefix(f"{top}/") for iteration in unsettled]
         keys = [f"{folder}/{key}" for folder in folders for key in backend.list_keys(f"{top}/{folder}")]
-    for found in (layout.parse_key(f"commits/{key}") for key in keys):
-        if found is not None and found.iteration >= 0:
-            opened.add(found.iteration)
-            if found.mark is not None:
-                marks.setdefault(found.iteration, {})[found.rank] = found.mark
+    for parsed in (layout.parse_key(f"commits/{key}") for key in keys):
+        if parsed is not None and parsed.iteration >= 0:
+            opened.add(parsed.iteration)
+            if parsed.mark is not None:
+                marks.setdefault(parsed.iteration, {})[parsed.rank] = parsed.mark
     return opened, marks
 
 
@@ -341,7 +341,7 @@ def read_verdict(
     """
     seen = seen or ProgressCache()
     attempts = read_attempts(backend) if attempts is None else attempts
-    paths = [one.path for one in attempts]
+    paths = [attempt.path for attempt in attempts]
     attempts = attempts[: paths.index(until) + 1] if until in paths else attempts
     if not attempts:
         return None
@@ -357,13 +357,13 @@ def read_verdict(
         seen.progresses[progress.attempt.path] = dataclasses.replace(progress, marks=complete)
         is_over = final or progress.attempt is not last
         known = seen.statuses.get(progress.attempt.path, {})
-        found = read_statuses(backend, progress, final=is_over, known=known)
-        seen.statuses[progress.attempt.path] = {one.iteration: one for one in found}
-        statuses += found
+        of_attempt = read_statuses(backend, progress, final=is_over, known=known)
+        seen.statuses[progress.attempt.path] = {attempt.iteration: attempt for attempt in of_attempt}
+        statuses += of_attempt
     statuses.sort(key=lambda status: (status.iteration, status.attempt))
     verdict = judge(
         statuses,
-        asked={
+        requested={
             (attempt.number, iteration) for attempt in attempts for iteration in _asked_iterations(backend, attempt)
         },
         required=last.min_iterations,
@@ -373,7 +373,7 @@ def read_verdict(
         problems={**closing.problems, **({"the verdict": damage} if damage else {})},
         ended=closing.ended,
         # A run without a minimum is that of a flight recorder. Its launch may have had several attempts.
-        num_triggers=None if last.min_iterations else sum(count_triggers(backend, one) for one in attempts),
+        num_triggers=None if last.min_iterations else sum(count_triggers(backend, attempt) for attempt in attempts),
     )
     return verdict, statuses
 
@@ -417,9 +417,11 @@ def write_verdict(
 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt again from the present state of the run. The coordinator's errors are kept."""
-    words, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Words)
-    words = words or _Words(problems={"verdict": "it was damaged, and written again"} if damage else {})
-    write_verdict(backend, attempt=attempt, problems=words.problems, ended=words.ended)
+    verdict_fields, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Words)
+    verdict_fields = verdict_fields or _Words(
+        problems={"verdict": "it was damaged, and written again"} if damage else {}
+    )
+    write_verdict(backend, attempt=attempt, problems=verdict_fields.problems, ended=verdict_fields.ended)
 
 
 def finish_ready(backend: Backend, attempt: Attempt, *, problems: dict[int, str] | None = None) -> list[int]:
@@ -454,8 +456,8 @@ def _status(
         state = IterationState.DROPPED
     elif iteration in progress.complete:
         path = layout.iteration_path(attempt.path, iteration)
-        found, damage = _read_or_damage(backend, path, IterationSummary)
-        summary = found or summary
+        stored_summary, damage = _read_or_damage(backend, path, IterationSummary)
+        summary = stored_summary or summary
         missing |= summary.cut_off
         state = IterationState.PARTIAL if summary.cut_off else IterationState.COMPLETE
     elif Mark.SKIPPED in marks.values():
@@ -488,8 +490,8 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
         marker = layout.marker_path(path, iteration, rank, mark)
-        words, damage = _read_or_damage(backend, marker, _Words)
-        return f"{mark}, and {damage}" if damage else (words and words.reason) or mark.value
+        marker_fields, damage = _read_or_damage(backend, marker, _Words)
+        return f"{mark}, and {damage}" if damage else (marker_fields and marker_fields.reason) or mark.value
     if rank in progress.closed:
         return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
@@ -515,14 +517,14 @@ def _read_of_ranks(
         return {}
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
-    found = for_each(lambda rank: _read_or_damage(backend, path_of(path, rank), _Words), ranks)
-    texts = {rank: damage or getattr(words, name, "") for rank, (words, damage) in zip(ranks, found, strict=True)}
+    documents = for_each(lambda rank: _read_or_damage(backend, path_of(path, rank), _Words), ranks)
+    texts = {rank: damage or getattr(fields, name, "") for rank, (fields, damage) in zip(ranks, documents, strict=True)}
     return {rank: text for rank, text in texts.items() if text}
 
 
 def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    words, damage = _read_or_damage(backend, layout.closed_path(attempt, rank), _Words)
-    return damage or (words.reason if words is not None else "")
+    fields, damage = _read_or_damage(backend, layout.closed_path(attempt, rank), _Words)
+    return damage or (fields.reason if fields is not None else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

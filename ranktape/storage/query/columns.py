@@ -166,8 +166,8 @@ def compare(column: Column, sign: str, value: str | Number, *, name: str) -> Mas
     numbers = _numbers(column, [value], name=name)
     if numbers is not None:
         return _as_mask(COMPARISONS[sign](numbers, _fit(value, numbers)))
-    found = matching(encode(column), lambda entry: bool(COMPARISONS[sign](entry, value)))
-    return found | missing(column) if sign == "!=" else found
+    mask = matching(encode(column), lambda entry: bool(COMPARISONS[sign](entry, value)))
+    return mask | missing(column) if sign == "!=" else mask
 
 
 def compare_columns(left: Column, sign: str, right: Column, *, names: tuple[str, str]) -> Mask:
@@ -186,13 +186,13 @@ def compare_columns(left: Column, sign: str, right: Column, *, names: tuple[str,
         return _as_mask(COMPARISONS[sign](left, right))
     texts = (encode(left), encode(right))
     known = sorted({text for side in texts for text in side.table if text is not None})
-    order: dict[str | None, int] = {text: place for place, text in enumerate(known)}
+    order: dict[str | None, int] = {text: index for index, text in enumerate(known)}
     first, second = (
         np.array([order.get(text, -1) for text in side.table], dtype=np.int64)[side.codes] for side in texts
     )
     unknown = (first < 0) | (second < 0)
-    found = _as_mask(COMPARISONS[sign](first, second))
-    return _as_mask(found | unknown if sign == "!=" else found & ~unknown)
+    mask = _as_mask(COMPARISONS[sign](first, second))
+    return _as_mask(mask | unknown if sign == "!=" else mask & ~unknown)
 
 
 def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) -> Mask:
@@ -204,15 +204,15 @@ def one_of(column: Column, values: Sequence[str | Number | None], *, name: str) 
     known = [value for value in values if value is not None]
     numbers = _numbers(column, known, name=name)
     if numbers is None:
-        found = matching(encode(column), set(known).__contains__)
+        mask = matching(encode(column), set(known).__contains__)
     else:
         wanted = [_fit(value, numbers) for value in known]
         if numbers.dtype.kind in "iu":
             # In the column's dtype, because numpy would otherwise compare large integers as rounded floats.
             limits = np.iinfo(numbers.dtype)
-            wanted = [one for one in wanted if isinstance(one, int) and limits.min <= one <= limits.max]
-        found = np.isin(numbers, np.array(wanted, dtype=numbers.dtype))
-    return found | missing(column) if None in values else found
+            wanted = [number for number in wanted if isinstance(number, int) and limits.min <= number <= limits.max]
+        mask = np.isin(numbers, np.array(wanted, dtype=numbers.dtype))
+    return mask | missing(column) if None in values else mask
 
 
 def within(column: Column, span: NumberRange, *, name: str) -> Mask:
@@ -223,16 +223,16 @@ def within(column: Column, span: NumberRange, *, name: str) -> Mask:
     """
     numbers = _numbers(column, [0], name=name)
     assert numbers is not None
-    found: Any = ~missing(numbers)
+    mask: Any = ~missing(numbers)
     if span.first is not None:
-        found &= numbers >= _fit(span.first, numbers)
+        mask &= numbers >= _fit(span.first, numbers)
     if span.last is not None:
-        found &= numbers <= _fit(span.last, numbers)
+        mask &= numbers <= _fit(span.last, numbers)
     if span.step != 1:
         # Remainders are compared because a difference could overflow; in 64 bits, which can represent any step.
         wide = numbers.astype(np.int64) if numbers.dtype.kind in "iu" and numbers.dtype.itemsize < _WIDE else numbers
-        found &= np.mod(wide, wide.dtype.type(span.step)) == (span.first or 0) % span.step
-    return _as_mask(found)
+        mask &= np.mod(wide, wide.dtype.type(span.step)) == (span.first or 0) % span.step
+    return _as_mask(mask)
 
 
 _WIDE = 8
@@ -275,8 +275,8 @@ def _fit(value: Any, column: np.ndarray[Any, Any]) -> Number:
         return math.copysign(math.inf, value)
 
 
-def _as_mask(found: Any) -> Mask:
-    return np.asarray(found, dtype=np.bool_)
+def _as_mask(values: Any) -> Mask:
+    return np.asarray(values, dtype=np.bool_)
 
 
 Key = tuple[Any, ...]
@@ -290,13 +290,15 @@ def equal_rows(columns: Sequence[Column | Sequence[Any]]) -> list[tuple[Key, np.
     """
     known = [_coded(column) for column in columns]
     codes = np.zeros(len(known[0][0]), dtype=np.int64)
-    for own, table in known:
-        _, codes = np.unique(codes * max(1, len(table)) + own, return_inverse=True)
+    for codes_of_column, table in known:
+        _, codes = np.unique(codes * max(1, len(table)) + codes_of_column, return_inverse=True)
         codes = codes.reshape(-1)
     order = np.argsort(codes, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
-    found = [(tuple(table[int(own[rows[0]])] for own, table in known), rows) for rows in groups]
-    return sorted(found, key=lambda item: [_order(value) for value in item[0]])
+    keyed_rows = [
+        (tuple(table[int(codes_of_column[rows[0]])] for codes_of_column, table in known), rows) for rows in groups
+    ]
+    return sorted(keyed_rows, key=lambda item: [_order(value) for value in item[0]])
 
 
 def _coded(column: Column | Sequence[Any]) -> tuple[np.ndarray[Any, Any], Sequence[Any]]:
@@ -306,11 +308,11 @@ def _coded(column: Column | Sequence[Any]) -> tuple[np.ndarray[Any, Any], Sequen
     if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
         values, codes = np.unique(column, return_inverse=True)
         return codes.reshape(-1), [None if value != value else value for value in values.tolist()]  # noqa: PLR0124 - NaN
-    found: dict[Any, int] = {}
+    indices: dict[Any, int] = {}
     values_of_rows = column.tolist() if isinstance(column, np.ndarray) else column
     plain = (None if value != value else value for value in values_of_rows)  # noqa: PLR0124 - NaN
-    codes = np.fromiter((found.setdefault(value, len(found)) for value in plain), np.int64, len(column))
-    return codes, list(found)
+    codes = np.fromiter((indices.setdefault(value, len(indices)) for value in plain), np.int64, len(column))
+    return codes, list(indices)
 
 
 def _order(value: Any) -> tuple[bool, bool, Any]:

@@ -64,21 +64,21 @@ class Filter:
         assert len(column) == num_rows, f"column {self.field} has {len(column)} rows, not {num_rows}"
         if columns.is_text(column):
             return self._find_text(columns.encode(column))
-        numbers = [_read_number(one, field=self.field) if isinstance(one, str) else one for one in self.parts]
-        spans = [one for one in numbers if isinstance(one, NumberRange)]
-        found = columns.one_of(column, [one for one in numbers if not isinstance(one, NumberRange)], name=self.field)
+        numbers = [_read_number(part, field=self.field) if isinstance(part, str) else part for part in self.parts]
+        spans = [part for part in numbers if isinstance(part, NumberRange)]
+        mask = columns.one_of(column, [part for part in numbers if not isinstance(part, NumberRange)], name=self.field)
         for span in spans:
-            found |= columns.within(column, span, name=self.field)
-        return found
+            mask |= columns.within(column, span, name=self.field)
+        return mask
 
     def _find_text(self, column: StringColumn) -> Mask:
         texts = [text for text in self.parts if isinstance(text, str)]
-        if not all(isinstance(one, str | None) for one in self.alternatives):
+        if not all(isinstance(alternative, str | None) for alternative in self.alternatives):
             raise UsageError(f"{self.field} holds text, not numbers: give it in quotes, such as {self.field}='0'")
         globs = [columns.glob(text) for text in texts if _GLOB.search(text)]
-        whole = frozenset((*texts, *self.alternatives))
-        found = columns.matching(column, lambda text: text in whole or any(matches(text) for matches in globs))
-        return found | columns.missing(column) if None in self.alternatives else found
+        literal_texts = frozenset((*texts, *self.alternatives))
+        mask = columns.matching(column, lambda text: text in literal_texts or any(matches(text) for matches in globs))
+        return mask | columns.missing(column) if None in self.alternatives else mask
 
 
 _COMMA = re.compile(r",(?![^\[\]]*\])")

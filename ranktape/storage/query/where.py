@@ -97,17 +97,17 @@ class Test:
         if isinstance(other, Field):
             return columns.compare_columns(column, self.sign, column_of(other.name), names=(name, other.name))
         if other is None:
-            found = columns.missing(column)
-            return found if self.sign == "==" else ~found
+            is_missing = columns.missing(column)
+            return is_missing if self.sign == "==" else ~is_missing
         return columns.compare(column, self.sign, other, name=name)
 
     def truth(self, column_of: ColumnSource) -> NDArray[np.int8]:
         """1 for each row for which the comparison is true, -1 if it is false, 0 if a missing value decides."""
-        found = _signed(self.mask(column_of))
+        truth = _signed(self.mask(column_of))
         if self.other is not None and not (isinstance(self.other, tuple) and None in self.other):
             for name in self.names:
-                found[columns.missing(column_of(name))] = 0
-        return found
+                truth[columns.missing(column_of(name))] = 0
+        return truth
 
 
 Truth: TypeAlias = "Callable[[Test], NDArray[Any]]"
@@ -255,13 +255,13 @@ class _Reader:
                 return ast.parse(self._spaced, mode="eval").body
         except SyntaxError as error:
             # Further sentences and parentheses in Python's message are about programs.
-            what = re.split(r"\. | \(", error.msg)[0] or "invalid syntax"
+            message = re.split(r"\. | \(", error.msg)[0] or "invalid syntax"
             # Offset 0 means the end of the text.
             start = self._indent + error.offset - 1 if error.offset else len(self._text)
-            raise self._error(what, start) from error
+            raise self._error(message, start) from error
         except (ValueError, RecursionError, MemoryError) as error:
-            what = "text that is not Unicode" if isinstance(error, ValueError) else "too many levels in one another"
-            raise self._error(what, 0) from error
+            message = "text that is not Unicode" if isinstance(error, ValueError) else "too many levels in one another"
+            raise self._error(message, 0) from error
 
     def condition(self, node: ast.expr, *, depth: int) -> Condition:
         """Compile a node of the expression."""
@@ -281,24 +281,24 @@ class _Reader:
         raise self._expected("a comparison such as rank == 0, or like(field, 'pattern')", node)
 
     def _comparison(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition:
-        one, sign = self._value(left), _SIGNS[type(operator)]
+        value, sign = self._value(left), _SIGNS[type(operator)]
         if isinstance(operator, ast.In | ast.NotIn):
-            if not isinstance(one, Field):
+            if not isinstance(value, Field):
                 raise self._expected("a field, such as layer_type,", left)
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._expected("a list, such as [0, 1]", right)
-            test = Test(field=one.name, sign="in", other=tuple(map(self._literal, right.elts)))
+            test = Test(field=value.name, sign="in", other=tuple(map(self._literal, right.elts)))
             return _opposite(_asked(test)) if isinstance(operator, ast.NotIn) else _asked(test)
         other = self._value(right)
         if isinstance(operator, ast.Is | ast.IsNot) and other is not None:
             raise self._expected("None", right)
-        if not isinstance(one, Field):
+        if not isinstance(value, Field):
             if not isinstance(other, Field):
                 raise self._expected("a field on one side of the comparison", right)
-            one, other, sign = other, one, sign.translate(_SWAPPED)
+            value, other, sign = other, value, sign.translate(_SWAPPED)
         if other is None and sign not in {"==", "!="}:
             raise self._expected("a number or a text, as only == and != compare with None,", right)
-        return _asked(Test(field=one.name, sign=sign, other=other))
+        return _asked(Test(field=value.name, sign=sign, other=other))
 
     def _like(self, node: ast.Call) -> Condition:
         values = [self._value(value) for value in node.args]
@@ -342,10 +342,12 @@ class _Reader:
             f"expected {expected}", start + self._indent, found=ast.get_source_segment(self._spaced, node)
         )
 
-    def _error(self, what: str, start: int, *, found: str | None = None) -> UsageError:
+    def _error(self, message: str, start: int, *, found: str | None = None) -> UsageError:
         """The error at a position, with the text found there."""
         found = found or re.split(r"(?<=\w)\b|\s", self._text[start:], maxsplit=1)[0]
         shown = repr(found[:_MAX_FOUND]) if found else "the end"
-        hint = next((f" (write {word})" for written, word in _MENDED.items() if re.search(written, self._bare)), "")
-        around = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
-        return UsageError(f"{what} at character {start + 1}, found {shown}{hint}, in {around!r}")
+        hint = next(
+            (f" (write {correction})" for written, correction in _MENDED.items() if re.search(written, self._bare)), ""
+        )
+        context = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
+        return UsageError(f"{message} at character {start + 1}, found {shown}{hint}, in {context!r}")

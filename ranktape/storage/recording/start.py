@@ -95,14 +95,20 @@ def begin_attempt(
         if not backend.create(key, encode_document(group_document(attributes), key=key)) and not add:
             raise RunExistsError(f"another launch made a run at {backend.url} just now: choose another URL")
     earlier = read_attempts(backend)
-    for one in earlier:
+    for previous in earlier:
         # Commits that the coordinator could not write before it died.
-        finish_ready(backend, one)
-    place = (launch.launch_id, launch.first_rank)
-    continued = [one for one in earlier if not add or (one.launch.launch_id, one.launch.first_rank) == place]
-    completed = sorted({iteration for one in continued for iteration in _planned_iterations(backend, one)})
+        finish_ready(backend, previous)
+    launch_start = (launch.launch_id, launch.first_rank)
+    continued = [
+        previous
+        for previous in earlier
+        if not add or (previous.launch.launch_id, previous.launch.first_rank) == launch_start
+    ]
+    completed = sorted({iteration for previous in continued for iteration in _planned_iterations(backend, previous)})
     # Ranks that record independently at the same time share a number.
-    before = [one.number for one in earlier if not (add and one.adds) or one.launch.overlaps(launch)]
+    before = [
+        previous.number for previous in earlier if not (add and previous.adds) or previous.launch.overlaps(launch)
+    ]
     number = max(before, default=-1) + 1
     attempt = Attempt(
         number=number,
@@ -285,14 +291,14 @@ class Lease:
         """
         first: dict[int, _Holder | None] | None = None
         num_still = -1
-        for num_looks in itertools.count():
+        for num_polls in itertools.count():
             leases = {number: self._read(number) for number in _numbers(self._backend)}
             # A lease without a document is being written or deleted: a directory exists before its file.
-            others = {number: said for number, said in leases.items() if not self._is_own(said)}
+            others = {number: holder for number, holder in leases.items() if not self._is_own(holder)}
             first = others if first is None else first
-            changed = {number for number, said in others.items() if said != first.get(number)}
-            is_ending = all((said := others[number]) is not None and said.is_ending for number in changed)
-            if changed and not (is_ending and num_looks * _LOOK_SECONDS < ENDING_SECONDS):
+            changed = {number for number, holder in others.items() if holder != first.get(number)}
+            is_ending = all((holder := others[number]) is not None and holder.is_ending for number in changed)
+            if changed and not (is_ending and num_polls * _LOOK_SECONDS < ENDING_SECONDS):
                 raise self._refusal(max(changed))
             first, num_still = (others, 0) if changed else (first, num_still + 1)
             # Polls are counted instead of seconds: if this machine stalls, so does a holder on it.
@@ -308,8 +314,10 @@ class Lease:
         """
         # If the store does not answer, the writers report it.
         with contextlib.suppress(StorageError):
-            later = (one for one in read_attempts(self._backend) if one.number > attempt.number and not one.adds)
-            if any(one.launch.launch_id != self._launch_id for one in later):
+            later = (
+                other for other in read_attempts(self._backend) if other.number > attempt.number and not other.adds
+            )
+            if any(other.launch.launch_id != self._launch_id for other in later):
                 self.lost = _REPLACED
         return self.lost
 
@@ -326,8 +334,8 @@ class Lease:
                 write_group(backend, layout.lease_path(self._number), self._attributes())
 
     def _attributes(self) -> dict[str, Any]:
-        about = {"launch_id": self._launch_id, "host": socket.gethostname(), "process": os.getpid()}
-        return {**about, "renewed": time.time(), "is_ending": self._is_ending}
+        holder = {"launch_id": self._launch_id, "host": socket.gethostname(), "process": os.getpid()}
+        return {**holder, "renewed": time.time(), "is_ending": self._is_ending}
 
     def _read(self, number: int) -> _Holder | None:
         return read_as(self._backend, layout.lease_path(number), _Holder)
@@ -342,18 +350,18 @@ class Lease:
             backend.delete_keys([layout.document_key(layout.lease_path(number)) for number in sorted(numbers)])
 
     def _refusal(self, number: int) -> RunExistsError:
-        said = self._read(number)
-        holder = "which has just ended"
-        if said is not None:
-            process = "a process" if said.process is None else f"process {said.process}"
-            holder = f"{process} on {said.host or 'an unknown host'}"
+        holder = self._read(number)
+        description = "which has just ended"
+        if holder is not None:
+            process = "a process" if holder.process is None else f"process {holder.process}"
+            description = f"{process} on {holder.host or 'an unknown host'}"
         return RunExistsError(
-            f"another launch records into the run at {self._backend.url} ({holder}): wait until it has ended, end it, "
-            f"or choose another URL; once its processes are gone, the run is free after {EXPIRY_SECONDS:g} s"
+            f"another launch records into the run at {self._backend.url} ({description}): wait until it has ended, "
+            f"end it, or choose another URL; once its processes are gone, the run is free after {EXPIRY_SECONDS:g} s"
         )
 
 
 def _numbers(backend: RetryingBackend) -> set[int]:
     """The numbers of the existing leases."""
-    found = (layout.parse_lease(name) for name in backend.list_names(""))
-    return {number for number in found if number is not None}
+    numbers = (layout.parse_lease(name) for name in backend.list_names(""))
+    return {number for number in numbers if number is not None}

@@ -298,11 +298,11 @@ class RankWriter:
         """
         with self._changed:
             chosen = [pending for number, pending in self._open.items() if iteration in {None, number}]
-            work = [(pending, held) for pending in chosen for held in pending.take_all()]
+            work = [(pending, stack) for pending in chosen for stack in pending.take_all()]
             for pending, _ in work:
                 pending.num_busy += 1
         # Concurrently, because each waits for the store; with the caller's deadline.
-        wait([self._pool.submit(copy_context().run, self._write_stack, pending, held) for pending, held in work])
+        wait([self._pool.submit(copy_context().run, self._write_stack, pending, stack) for pending, stack in work])
 
     def commit(
         self,
@@ -343,24 +343,24 @@ class RankWriter:
             raise pending.failure
         if expected and not pending.entries:
             raise DataError(f"nothing was recorded of {len(expected)} expected tensors")
-        words: dict[str, Any] = {"expected": expected, "silent_sites": dict(silent_sites)}
+        summary: dict[str, Any] = {"expected": expected, "silent_sites": dict(silent_sites)}
         if num_expected is not None and num_missing is not None:
-            words |= {"num_expected": num_expected, "num_missing": num_missing}
-        others = {"compiled": compiled, "step_skipped": step_skipped, "cut_off": cut_off}
-        words |= {name: value for name, value in others.items() if value}
-        self._put_through(pending, lambda backend: self._commit(backend, iteration, pending, words))
+            summary |= {"num_expected": num_expected, "num_missing": num_missing}
+        optional = {"compiled": compiled, "step_skipped": step_skipped, "cut_off": cut_off}
+        summary |= {name: value for name, value in optional.items() if value}
+        self._put_through(pending, lambda backend: self._commit(backend, iteration, pending, summary))
         with self._changed:
             self._settle(iteration)
         return pending.why_spilled
 
-    def _commit(self, backend: Backend, iteration: int, pending: Pending, words: Mapping[str, Any]) -> None:
+    def _commit(self, backend: Backend, iteration: int, pending: Pending, summary: Mapping[str, Any]) -> None:
         check_attempt(backend, self._attempt)
         attributes = {
             "complete": True,
             "iteration": iteration,
             "rank": self._rank,
             **self._write_catalogue(backend, iteration, pending),
-            **words,
+            **summary,
             "committed": time.time(),
         }
         key = layout.document_key(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
@@ -387,8 +387,8 @@ class RankWriter:
         with self._changed:
             pending = self._settle(iteration)
             work = pending.take_all()
-        for held in work:
-            for item in held:
+        for stack in work:
+            for item in stack:
                 item.release()
         if self._spill is not None and pending.why_spilled is not None:
             self._spill.backend.delete(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
@@ -403,11 +403,11 @@ class RankWriter:
 
     def close(self, *, reason: str) -> None:
         """Note in the store that the rank will commit nothing more, and why."""
-        words = {"reason": reason, "closed": time.time()}
+        attributes = {"reason": reason, "closed": time.time()}
 
         def close(backend: Backend) -> None:
             check_attempt(backend, self._attempt)
-            write_group(backend, layout.closed_path(self._attempt.path, self._rank), words)
+            write_group(backend, layout.closed_path(self._attempt.path, self._rank), attributes)
 
         self._put_through(Pending(), close)
 
@@ -467,18 +467,18 @@ class RankWriter:
 
     def _hold(self, pending: Pending, item: HeldTensor) -> None:
         with self._changed:
-            full = pending.hold(item)
-            if full is not None:
+            full_stack = pending.hold(item)
+            if full_stack is not None:
                 pending.num_busy += 1
-            is_much = sum(one.held_nbytes for one in self._open.values()) > MAX_HELD_NBYTES
-        if full is not None:
-            self._write_stack(pending, full)
+            is_much = sum(open_pending.held_nbytes for open_pending in self._open.values()) > MAX_HELD_NBYTES
+        if full_stack is not None:
+            self._write_stack(pending, full_stack)
         if is_much:
             self.flush_stacks()
 
-    def _write_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
+    def _write_stack(self, pending: Pending, stack: list[HeldTensor]) -> None:
         try:
-            self._store_stack(pending, held)
+            self._store_stack(pending, stack)
         except Exception as error:  # noqa: BLE001  # it is the iteration's, and raised by its commit
             with self._changed:
                 pending.failure = pending.failure or error
@@ -486,30 +486,30 @@ class RankWriter:
             with self._changed:
                 pending.num_busy -= 1
                 self._changed.notify_all()
-            for item in held:
+            for item in stack:
                 try:
                     item.release()
                 except Exception as error:  # noqa: BLE001  # the others must be given back all the same
                     with self._changed:
                         pending.failure = pending.failure or error
 
-    def _store_stack(self, pending: Pending, held: list[HeldTensor]) -> None:
-        info = held[0].info
+    def _store_stack(self, pending: Pending, stack: list[HeldTensor]) -> None:
+        info = stack[0].info
         with self._changed:
             number = pending.num_stacks
             pending.num_stacks += 1
-        array, letters = held[0].array, "" if info.keep == Keep.STATISTICS else info.layout
+        array, letters = stack[0].array, "" if info.keep == Keep.STATISTICS else info.layout
         name = layout.stack_name(number, dtype=dtype_name(array.dtype), shape=array.shape, layout=letters)
-        if len(held) == 1 or name is None:
-            for item in held:
+        if len(stack) == 1 or name is None:
+            for item in stack:
                 self._write_alone(pending, item.array, info=item.info, site=item.site)
             return
         encoded = encode_stack(
-            [item.array for item in held], infos=[item.info for item in held], compression=self._compression
+            [item.array for item in stack], infos=[item.info for item in stack], compression=self._compression
         )
         self._put_through(pending, lambda backend: self._put_array(backend, info.iteration, name, encoded))
         entries = [
-            CatalogueEntry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(held)
+            CatalogueEntry(site=item.site, stack=name, index=index, info=item.info) for index, item in enumerate(stack)
         ]
         with self._changed:
             pending.entries += entries

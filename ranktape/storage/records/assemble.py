@@ -136,13 +136,13 @@ def _cut(pieces: Sequence[tuple[int, int]], number: int, *, of: int) -> list[tup
     length = sum(last - first for first, last in pieces)
     step = -(-length // of)
     start, stop = number * step, min(length, (number + 1) * step)
-    found, done = [], 0
+    part, done = [], 0
     for first, last in pieces:
         low, high = max(first, first + start - done), min(last, first + stop - done)
         if low < high:
-            found.append((low, high))
+            part.append((low, high))
         done += last - first
-    return found
+    return part
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -362,13 +362,13 @@ class GlobalView(Generic[AnyRecord]):
         boxes.sort(key=lambda box: -math.prod(box[0].record.info.shape))
         spans = [box[0].placement.spans(box[0].record.info.shape) for box in boxes]
         self._check_cover(spans)
-        whole: np.ndarray[Any, Any] | None = None
+        assembled: np.ndarray[Any, Any] | None = None
         for box, ranges in zip(boxes, spans, strict=True):
             values = self._put_together(box)
-            if whole is None:
-                whole = np.empty(self.shape, dtype=values.dtype)
-            _put(whole, values, ranges)
-        return np.empty(self.shape, dtype=dtype_row(self.dtype).numpy_dtype) if whole is None else whole
+            if assembled is None:
+                assembled = np.empty(self.shape, dtype=values.dtype)
+            _put(assembled, values, ranges)
+        return np.empty(self.shape, dtype=dtype_row(self.dtype).numpy_dtype) if assembled is None else assembled
 
     def tensor(self) -> torch.Tensor:
         """The values as a CPU tensor.
@@ -464,7 +464,7 @@ def view_of(record: AnyRecord, *, siblings: Iterable[AnyRecord], replicas: str =
     """
     _check_policy(replicas)
     key = _key(_part(record))
-    parts = [_part(one) for one in siblings if _is_alike(one, record)]
+    parts = [_part(sibling) for sibling in siblings if _is_alike(sibling, record)]
     return GlobalView([part for part in parts if _key(part) == key], replicas=replicas)
 
 
@@ -473,10 +473,10 @@ def _check_policy(replicas: str) -> None:
         raise UsageError(f"replicas={replicas!r} is not allowed: use one of {', '.join(REPLICAS)}")
 
 
-def _is_alike(one: ReadableRecord, record: ReadableRecord) -> bool:
+def _is_alike(sibling: ReadableRecord, record: ReadableRecord) -> bool:
     """Whether two records have placements of one mesh and one tensor. A damaged placement of the other is allowed."""
     alike = ("mesh", "placements", "global_shape")
-    documents = [info.placement or {} for info in (one.info, record.info)]
+    documents = [info.placement or {} for info in (sibling.info, record.info)]
     left, right = ([json.dumps(document.get(name), sort_keys=True) for name in alike] for document in documents)
     return left == right
 
@@ -496,9 +496,9 @@ def _put(whole: np.ndarray[Any, Any], values: np.ndarray[Any, Any], spans: Spans
         ends = [(start, start + last - first) for start, (first, last) in zip(starts, pieces, strict=False)]
         moves.append(list(zip(pieces, ends, strict=True)))
     for move in itertools.product(*moves):
-        there = tuple(slice(*piece) for piece, _ in move)
-        here = tuple(slice(*piece) for _, piece in move)
-        whole[there] = values[here]
+        target = tuple(slice(*piece) for piece, _ in move)
+        source = tuple(slice(*piece) for _, piece in move)
+        whole[target] = values[source]
 
 
 def _is_tiled(spans: Sequence[Spans]) -> bool:
@@ -512,11 +512,11 @@ def _is_tiled(spans: Sequence[Spans]) -> bool:
         return False
     grid = np.zeros([len(marks[dim]) - 1 for dim in cut], dtype=np.int32)
     for box in spans:
-        places = [
+        cells = [
             [cell for first, last in box[dim] for cell in range(*np.searchsorted(marks[dim], (first, last)))]
             for dim in cut
         ]
-        grid[np.ix_(*places) if places else ()] += 1
+        grid[np.ix_(*cells) if cells else ()] += 1
     return bool((grid == 1).all())
 
 

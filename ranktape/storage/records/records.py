@@ -89,10 +89,10 @@ class LazyTable(RecordTable, RecordReader, Protocol):
 class _HeldTable:
     """Some rows of another table, without a reference to it."""
 
-    def __init__(self, table: RecordTable, places: np.ndarray[Any, Any]) -> None:
-        self.num_rows = len(places)
-        self._columns = {name: _held(rows_of(table.column(name), places)) for name in COLUMNS}
-        self._groups = [table.group_of(place) for place in places.tolist()]
+    def __init__(self, table: RecordTable, rows: np.ndarray[Any, Any]) -> None:
+        self.num_rows = len(rows)
+        self._columns = {name: _held(rows_of(table.column(name), rows)) for name in COLUMNS}
+        self._groups = [table.group_of(row) for row in rows.tolist()]
 
     def column(self, name: str) -> Column:
         """The values of a column."""
@@ -129,17 +129,17 @@ class Listing:
         """The records of a table that also reads values."""
         return cls(table=table, reader=table, source=source, lazy=table)
 
-    def narrow(self, places: np.ndarray[Any, Any]) -> Listing:
+    def narrow(self, rows: np.ndarray[Any, Any]) -> Listing:
         """The records at some positions if this saves reading, else all records."""
-        return self if self.lazy is None else Listing.of_files(self.lazy.narrow(places), source=self.source)
+        return self if self.lazy is None else Listing.of_files(self.lazy.narrow(rows), source=self.source)
 
-    def held(self, places: np.ndarray[Any, Any]) -> Listing:
+    def held(self, rows: np.ndarray[Any, Any]) -> Listing:
         """The records at some positions, without a reference to the others."""
-        return replace(self, table=_HeldTable(self.table, places)) if self.lazy is None else self.narrow(places)
+        return replace(self, table=_HeldTable(self.table, rows)) if self.lazy is None else self.narrow(rows)
 
-    def column(self, name: str, places: np.ndarray[Any, Any]) -> Column:
+    def column(self, name: str, rows: np.ndarray[Any, Any]) -> Column:
         """The values of a column at some positions."""
-        return rows_of(self.table.column(name), places) if self.lazy is None else self.lazy.narrow(places).column(name)
+        return rows_of(self.table.column(name), rows) if self.lazy is None else self.lazy.narrow(rows).column(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,33 +219,33 @@ class Records(Sequence[Record]):
         if len(set(kinds)) == 1:
             return [SourcePart(self._listings[0].source, np.arange(len(self)), self)]
         numbers = np.array(kinds)[self._numbers(self._rows)]
-        return [self._part(places, int(numbers[places[0]])) for places in split(numbers) if len(places)]
+        return [self._part(positions, int(numbers[positions[0]])) for positions in split(numbers) if len(positions)]
 
     def _kinds(self) -> list[int]:
         """The number of the source of each listing."""
         known: dict[tuple[str, int], int] = {}
-        return [known.setdefault((one.source, id(one.reader)), len(known)) for one in self._listings]
+        return [known.setdefault((listing.source, id(listing.reader)), len(known)) for listing in self._listings]
 
-    def _part(self, places: np.ndarray[Any, Any], kind: int) -> SourcePart:
-        chosen = [number for number, its in enumerate(self._kinds()) if its == kind]
+    def _part(self, positions: np.ndarray[Any, Any], kind: int) -> SourcePart:
+        chosen = [number for number, listing_kind in enumerate(self._kinds()) if listing_kind == kind]
         listings = [self._listings[number] for number in chosen]
-        rows = self._rows[places]
+        rows = self._rows[positions]
         numbers = self._numbers(rows)
         starts = np.cumsum([0, *(listing.table.num_rows for listing in listings)])
         moved = starts[np.searchsorted(chosen, numbers)] + rows - self._starts[numbers]
-        return SourcePart(listings[0].source, places, Records(listings, moved).take(range(len(moved))))
+        return SourcePart(listings[0].source, positions, Records(listings, moved).take(range(len(moved))))
 
     def groups(self) -> list[tuple[str, slice]]:
         """Consecutive records of one iteration of one rank: the path of its group, and their slice."""
         numbers = self._numbers(self._rows)
         keys = np.stack([numbers, self.column("rank"), self.column("iteration")])
         starts = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist()] if len(self) else []
-        found = []
+        paths_and_slices = []
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=False):
             number = int(numbers[start])
-            place = int(self._rows[start] - self._starts[number])
-            found.append((self._listings[number].table.group_of(place), slice(start, stop)))
-        return found
+            row = int(self._rows[start] - self._starts[number])
+            paths_and_slices.append((self._listings[number].table.group_of(row), slice(start, stop)))
+        return paths_and_slices
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -268,14 +268,14 @@ class Records(Sequence[Record]):
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Iterator[Record]:
         # Columns of each table are used, because those of the whole selection are many times as large.
-        for whole, _, places in self._runs(rows):
-            listing = whole.narrow(places)
-            known = places if listing is whole else np.arange(len(places))
+        for full_listing, _, positions in self._runs(rows):
+            listing = full_listing.narrow(positions)
+            known = positions if listing is full_listing else np.arange(len(positions))
             table, url = listing.table, listing.reader.url
-            for place, row in zip(known.tolist(), read_rows(table, known, place=url), strict=True):
-                location = Location(group=table.group_of(place), site=row.site, stack=row.stack, index=row.index)
+            for position, row in zip(known.tolist(), read_rows(table, known, place=url), strict=True):
+                location = Location(group=table.group_of(position), site=row.site, stack=row.stack, index=row.index)
                 # Each file has its own reader, so that it can be sent to another process without the others.
-                reader = listing.reader if listing.lazy is None else listing.lazy.narrow(np.array([place]))
+                reader = listing.reader if listing.lazy is None else listing.lazy.narrow(np.array([position]))
                 yield Record(row.info, location=location, reader=reader)
 
     def _numbers(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -297,13 +297,13 @@ class Records(Sequence[Record]):
         first = self[:MAX_SHOWN_ROWS]
         shown = [first.column(name).tolist() for name in _LISTED]
         shown[_LISTED.index("nbytes")] = [nbytes_text(nbytes) for nbytes in first.column("nbytes").tolist()]
-        rest = len(self) - len(first)
+        num_more = len(self) - len(first)
         return html_table(
             _LISTED,
             [[clipped(str(value)) for value in row] for row in zip(*shown, strict=True)],
             is_left=[name not in {"iteration", "rank", "microbatch", "nbytes"} for name in _LISTED],
             heading=[f"Records: {len(self)} in {clipped(self.reader.url)}", nbytes_text(self.column("nbytes").sum())],
-            notes=[f"the first {len(first)} of {len(self)}"] if rest else [],
+            notes=[f"the first {len(first)} of {len(self)}"] if num_more else [],
         )
 
     def select(self, **filters: Any) -> Records:
@@ -320,29 +320,31 @@ class Records(Sequence[Record]):
             UsageError: a field cannot have the value.
         """
         chosen = self
-        asked = [parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()]
+        conditions = [
+            parse_filter(name.replace("__", "."), value, known=KNOWN_COLUMNS) for name, value in filters.items()
+        ]
         lazy = [listing.lazy for listing in self._listings if listing.lazy is not None]
-        asked.sort(key=lambda one: max((table.cost(one.field) for table in lazy), default=0))
-        for one in asked:
-            chosen = chosen.fitting(one)
+        conditions.sort(key=lambda condition: max((table.cost(condition.field) for table in lazy), default=0))
+        for condition in conditions:
+            chosen = chosen.fitting(condition)
         if len(self) and not len(chosen):
             every, _ = self.unfiltered()
-            for one in asked:
-                texts = [text for text in one.alternatives if isinstance(text, str)]
-                column = every.stored(one.field)
+            for condition in conditions:
+                texts = [text for text in condition.alternatives if isinstance(text, str)]
+                column = every.stored(condition.field)
                 if texts and is_text(column):
-                    known = StringColumn.of({*encode(column).table, *_OWN_WORDS.get(one.field, ())})
-                    if not one.mask(lambda _, known=known: known, len(known)).any():
-                        raise nothing_matches(every, one.field, ",".join(texts))
+                    known = StringColumn.of({*encode(column).table, *_OWN_WORDS.get(condition.field, ())})
+                    if not condition.mask(lambda _, known=known: known, len(known)).any():
+                        raise nothing_matches(every, condition.field, ",".join(texts))
         return chosen
 
-    def fitting(self, asked: Filter) -> Records:
+    def fitting(self, condition: Filter) -> Records:
         """The records that match a filter.
 
         Raises:
             UsageError: the field cannot have the value.
         """
-        return self._take(self._rows[asked.mask(self._source(self._rows), len(self))])
+        return self._take(self._rows[condition.mask(self._source(self._rows), len(self))])
 
     def where(self, expression: str) -> Records:
         """The records for which an expression is true, such as `overflow.ratio > 0 and layer_type == 'attention'`.
@@ -472,10 +474,10 @@ class Records(Sequence[Record]):
     def _take(self, rows: np.ndarray[Any, Any]) -> Records:
         if self.is_costly:
             return self._narrowed(rows)
-        taken = Records(self._listings, rows)
+        selection = Records(self._listings, rows)
         # Columns are those of whole tables, so that selections of one run share them.
-        taken._columns = self._columns
-        return taken
+        selection._columns = self._columns
+        return selection
 
     def _narrowed(
         self,
@@ -488,9 +490,9 @@ class Records(Sequence[Record]):
         numbers = self._numbers(rows)
         for number, listing in enumerate(self._listings):
             at = np.flatnonzero(numbers == number)
-            places = rows[at] - self._starts[number]
-            narrowed = narrow(listing, places)
-            moved[at] = start + (places if narrowed is listing else np.arange(len(at)))
+            positions = rows[at] - self._starts[number]
+            narrowed = narrow(listing, positions)
+            moved[at] = start + (positions if narrowed is listing else np.arange(len(at)))
             listings.append(narrowed)
             start += narrowed.table.num_rows
         return Records(listings, moved)
@@ -500,14 +502,14 @@ class Records(Sequence[Record]):
 
     def _column(self, name: str, rows: np.ndarray[Any, Any]) -> Column:
         if name == SOURCE:
-            whole = StringColumn.of([listing.source for listing in self._listings])
-            return rows_of(whole, self._numbers(rows))
+            source_names = StringColumn.of([listing.source for listing in self._listings])
+            return rows_of(source_names, self._numbers(rows))
         if not self.is_costly:
             return rows_of(self._all(name), rows)
         if not len(rows):
             return self._listings[0].column(name, rows)
         order = np.argsort(rows, kind="stable")
-        columns = (listing.column(name, places) for listing, _, places in self._runs(rows[order]))
+        columns = (listing.column(name, positions) for listing, _, positions in self._runs(rows[order]))
         return rows_of(concatenate(columns), np.argsort(order, kind="stable"))
 
     def _all(self, name: str) -> Column:
@@ -546,10 +548,10 @@ def unite(sources: Mapping[str, Records]) -> Records:
     listings: list[Listing] = []
     rows, start = [], 0
     for name, records in sources.items():
-        named, own = records.listed()
-        listings += [replace(listing, source=name) for listing in named]
-        rows.append(start + own)
-        start += sum(listing.table.num_rows for listing in named)
+        source_listings, row_numbers = records.listed()
+        listings += [replace(listing, source=name) for listing in source_listings]
+        rows.append(start + row_numbers)
+        start += sum(listing.table.num_rows for listing in source_listings)
     return Records(listings, np.concatenate(rows))
 
 
@@ -563,15 +565,15 @@ def nothing_matches(records: Records, field: str, text: str, *, name: str = "") 
         name: The name of the option or argument; the name of the field if empty.
     """
     counts = Counter(map(_shown, records.column(field).tolist()))
-    there = [f"{value} ({count} records)" for value, count in counts.most_common(_MAX_NAMED)]
-    rest = len(counts) - len(there)
+    existing = [f"{value} ({count} records)" for value, count in counts.most_common(_MAX_NAMED)]
+    num_more = len(counts) - len(existing)
     # No nearest value is suggested for numbers.
     parts = [part for part in split_texts([text]) if any(map(str.isalpha, part))]
-    near = [one for part in parts for one in get_close_matches(part, counts, n=1)]
+    near = [match for part in parts for match in get_close_matches(part, counts, n=1)]
     hint = f"; did you mean {','.join(near)}?" if near else ""
-    more = f" and {rest} more" if rest else ""
+    more = f" and {num_more} more" if num_more else ""
     return NoRecordsError(
-        printable(f"no records match {name or field} {text}: {field} is {', '.join(there)}{more}{hint}")
+        printable(f"no records match {name or field} {text}: {field} is {', '.join(existing)}{more}{hint}")
     )
 
 

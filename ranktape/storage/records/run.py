@@ -277,18 +277,20 @@ class _Catalogues:
         self._held: weakref.WeakValueDictionary[tuple[str, int], Catalogue] = weakref.WeakValueDictionary()
         self._kept: dict[tuple[str, int], Catalogue] = {}
 
-    def at(self, places: Sequence[tuple[str, int]]) -> list[Catalogue]:
+    def at(self, groups: Sequence[tuple[str, int]]) -> list[Catalogue]:
         """The catalogues of some attempts and iterations, in their order."""
-        found = {place: catalogue for place in places if (catalogue := self._held.get(place)) is not None}
-        unread = [place for place in places if place not in found]
-        found |= zip(unread, for_each(lambda place: open_catalogue(self._backend, *place), unread), strict=True)
-        self._held.update(found)
+        catalogues = {group: catalogue for group in groups if (catalogue := self._held.get(group)) is not None}
+        unread = [group for group in groups if group not in catalogues]
+        catalogues |= zip(unread, for_each(lambda group: open_catalogue(self._backend, *group), unread), strict=True)
+        self._held.update(catalogues)
         # The most recent ones come last.
-        self._kept = {place: one for place, one in self._kept.items() if place not in found} | found
-        room = sum(catalogue.num_rows for catalogue in self._kept.values()) - _KEPT_RECORDS
-        while room > 0:
-            room -= self._kept.pop(next(iter(self._kept))).num_rows
-        return [found[place] for place in places]
+        self._kept = {
+            group: catalogue for group, catalogue in self._kept.items() if group not in catalogues
+        } | catalogues
+        num_excess = sum(catalogue.num_rows for catalogue in self._kept.values()) - _KEPT_RECORDS
+        while num_excess > 0:
+            num_excess -= self._kept.pop(next(iter(self._kept))).num_rows
+        return [catalogues[group] for group in groups]
 
 
 class Run:
@@ -352,7 +354,7 @@ class Run:
         for attempt, iterations in zip(attempts, complete, strict=True):
             for iteration in iterations:
                 self._attempts_of.setdefault(iteration, []).append(attempt)
-        self._shown = {iteration: shown_attempts(held) for iteration, held in self._attempts_of.items()}
+        self._shown = {iteration: shown_attempts(attempts) for iteration, attempts in self._attempts_of.items()}
         return sorted(set(self._attempts_of) - known)
 
     def status(self) -> list[IterationStatus]:
@@ -362,7 +364,7 @@ class Run:
 
     def environment(self) -> dict[str, Any]:
         """The environment of the recording. `compiled` lists how compiled code was recorded, if any ran."""
-        compiled = "; ".join(dict.fromkeys(one.compiled for one in self.status() if one.compiled))
+        compiled = "; ".join(dict.fromkeys(status.compiled for status in self.status() if status.compiled))
         return {**(self.attributes.get("environment") or {}), **({"compiled": compiled} if compiled else {})}
 
     def verdict(self) -> RunVerdict:
@@ -387,8 +389,8 @@ class Run:
     def triggers(self) -> list[Trigger]:
         """The triggers of a flight recorder (`--record-last`), sorted by what happened first."""
         attempts = read_attempts(self._backend)
-        found = for_each(lambda attempt: read_triggers(self._backend, attempt), attempts)
-        return sorted((one for triggers in found for one in triggers), key=lambda one: one.order)
+        by_attempt = for_each(lambda attempt: read_triggers(self._backend, attempt), attempts)
+        return sorted((trigger for triggers in by_attempt for trigger in triggers), key=lambda trigger: trigger.order)
 
     def select(self, **filters: Any) -> Records:
         """The records whose fields have the given values, from the latest attempt of each complete iteration.
@@ -401,16 +403,16 @@ class Run:
             UsageError: a field cannot have the value.
             StorageError: a catalogue cannot be read.
         """
-        places = [
+        groups = [
             (attempt.path, iteration)
             for iteration in self.iterations
             for attempt in (self._attempts_of if "attempt" in filters else self._shown)[iteration]
         ]
-        if "iteration" in filters and places:
+        if "iteration" in filters and groups:
             wanted = parse_filter("iteration", filters["iteration"])
-            mask: Mask = wanted.mask(lambda _: np.array([iteration for _, iteration in places]), len(places))
-            places = [place for place, is_wanted in zip(places, mask, strict=True) if is_wanted]
-        catalogues = self._catalogues.at(places) or [empty_catalogue()]
+            mask: Mask = wanted.mask(lambda _: np.array([iteration for _, iteration in groups]), len(groups))
+            groups = [group for group, is_wanted in zip(groups, mask, strict=True) if is_wanted]
+        catalogues = self._catalogues.at(groups) or [empty_catalogue()]
         return Records.of(self._reader, catalogues).select(**filters)
 
 
