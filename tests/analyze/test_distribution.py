@@ -179,10 +179,8 @@ def test_the_defaults_are_those_that_the_help_names(records: Records) -> None:
     for kind, name in (("linear", "bins"), ("normalised", "bins"), ("log2", "per_binade"), ("qq", "points")):
         found = re.search(rf"^ +{name} \(N\): .*\[(\d+)\]\.$", str(distribution.__doc__), re.MULTILINE)
         assert found is not None, name
-        plain, same, other = (
-            distribution(records, kind=kind, **given).rows
-            for given in ({}, {name: int(found[1])}, {name: int(found[1]) + 1})
-        )
+        options: list[dict[str, Any]] = [{}, {name: int(found[1])}, {name: int(found[1]) + 1}]
+        plain, same, other = (distribution(records, kind=Look(kind), **given).rows for given in options)
         assert (same == plain, other == plain) == (True, False), name
 
 

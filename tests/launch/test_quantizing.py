@@ -334,7 +334,7 @@ def test_a_module_of_the_users_is_searched_whatever_it_is_called(
     assert vars(F)["scaled_dot_product_attention"] is HELD[0]
 
 
-def attending(attend: Any) -> nn.Module:
+def attending(attend: Any) -> nn.Sequential:
     """A model that has a function in each way in which a model can have one."""
 
     class Model(nn.Module):
