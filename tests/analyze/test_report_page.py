@@ -205,6 +205,15 @@ def test_cells_are_those_of_numpy(fresh: Page, records: Records, across: str) ->
     assert fresh.ask("return document.querySelectorAll('#overview-chart .heatmaplayer image').length")
 
 
+def test_a_map_of_zeros_has_one_number_beside_its_colours(fresh: Page) -> None:
+    fresh.type("#metric", "overflow.ratio")
+    fresh.type("#against", "")
+    script = "const [{ z, zmin, zmax, colorbar }] = document.getElementById('overview-chart').data;"
+    drawn, *ends = fresh.ask(script + " return [z, zmin, zmax, colorbar.ticktext]")
+    assert {cell for row in drawn for cell in row} == {0}
+    assert ends == [0, 1, ["0"]]
+
+
 def test_cells_against_peers(fresh: Page, records: Records) -> None:
     """log2 over the median of the same tensor in all ranks and iterations, and of a cell the farthest."""
     fresh.type("#metric", "absmax")

@@ -210,6 +210,10 @@ def test_a_report_of_two_sources_begins_with_what_sets_them_apart(tmp_path: Path
     assert page.index("&lt;b&gt;bad&lt;/b&gt; against good") < page.index('id="findings"')
     assert f"{answer.title[:1].upper()}{answer.title[1:]}." in page
     assert next(iter(data_of(page)["urls"].items())) == ("good", good.reader.url)
+    # In the order given, not that of the alphabet.
+    assert [field["values"] for field in data_of(page)["fields"] if field["name"] == "source"] == [
+        ["good", "<b>bad</b>"]
+    ]
     (one,) = differences_of(unite({"good": good, "bad": bad}), engine=Engine())
     assert [row[0] for row in one.cells] == answer.column("module")[:MAX_MODULES]
     assert one.command == f"ranktape analyze compare {good.reader.url} {bad.reader.url} --allow-unmatched"

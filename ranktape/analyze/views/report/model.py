@@ -43,6 +43,7 @@ from ranktape.analyze.views.report.columns import (
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage.places.backend import nbytes_text
 from ranktape.storage.places.failures import printable
+from ranktape.storage.records.records import SOURCE
 
 if TYPE_CHECKING:
     from ranktape.analyze.engine.values import View
@@ -319,7 +320,9 @@ def _field(records: Records, name: str) -> dict[str, Any]:
         known = sorted(set(values), key=lambda value: (value is None, value or 0))
         return _coded(name, values, known, isNumber=True)
     texts = [str(value) for value in values]
-    known = sorted(set(texts), key=lambda text: (natural(text), text))
+    known = list(dict.fromkeys(texts))
+    if name != SOURCE:  # sources stay in the order in which they were given
+        known.sort(key=lambda text: (natural(text), text))
     shown = _shape_text if name == "shape" else printable
     return _coded(name, texts, known) | {"values": [*map(shown, known)]}
 

@@ -57,7 +57,7 @@ function onClick(id, open) {
 /** As many names as fit beside one another. */
 function ticksOf(words, { places = words.map((_, index) => index), maxTicks = MAX_TICKS } = {}) {
   const step = Math.ceil(words.length / maxTicks);
-  const kept = words.map((_, index) => index).filter((index) => index % step === 0);
+  const kept = words.map((_, index) => index).filter((index) => index % step === 0 && words[index] !== "");
   return { tickmode: "array", tickvals: kept.map((index) => places[index]), ticktext: kept.map((index) => label(words[index], 36)) };
 }
 
@@ -84,8 +84,8 @@ function drawHeatMap(id, { rows, columns, colored, text, marked, legend, open, h
   }
   draw(id, traces, {
     height, ...layout,
-    xaxis: { type: "linear", showgrid: false, ...ticksOf(columns), ...layout.xaxis },
-    yaxis: { type: "linear", showgrid: false, autorange: "reversed", ...ticksOf(rows, { maxTicks: 60 }), ...layout.yaxis },
+    xaxis: { type: "linear", showgrid: false, zeroline: false, ...ticksOf(columns), ...layout.xaxis },
+    yaxis: { type: "linear", showgrid: false, zeroline: false, autorange: "reversed", ...ticksOf(rows, { maxTicks: 60 }), ...layout.yaxis },
   });
   onClick(id, (point) => open(Math.round(point.y), Math.round(point.x)));
 }

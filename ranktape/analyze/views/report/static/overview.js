@@ -72,7 +72,11 @@ function overviewColors(values, metric) {
     return { z: values, zmin: -limit, zmax: limit, colorscale: diverging, colorbar: { tickvals: ticks, ticktext: ticks.map((power) => (power < 0 ? `1/${number(2 ** -power)} ×` : `${number(2 ** power)} ×`)) } };
   }
   const [low, high] = ends(known.filter((value) => value > 0));
-  if (!(metric.isMagnitude || metric.merge === "ratio") || Number.isNaN(low)) {
+  const isPositive = metric.isMagnitude || metric.merge === "ratio";
+  if (isPositive && known.length > 0 && ends(known)[1] === 0) {
+    return { z: values, zmin: 0, zmax: 1, colorbar: { tickvals: [0], ticktext: ["0"] } };
+  }
+  if (!isPositive || Number.isNaN(low)) {
     // plotly draws no infinite cell: a lossless format has the colour of the best one.
     const [least, most] = ends(known);
     return { z: values.map((row) => row.map((value) => (Math.abs(value) === Infinity ? (value > 0 ? most : least) : value))), colorbar: { ticksuffix: metric.unit ? ` ${metric.unit}` : "" } };
