@@ -204,21 +204,20 @@ class ByHand(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Its attention, with a buffer for the mask and dropout."""
+    """Its attention, with a buffer for the mask."""
 
     mask: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.dropout = nn.Dropout(0.1)
         self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril() == 0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         heads = self.c_attn(hidden).view(BATCH, LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         scores = (query @ key.transpose(-2, -1) / 8**0.5).masked_fill(self.mask, -torch.inf)
-        mixed = self.dropout(scores.softmax(-1)) @ value
+        mixed = scores.softmax(-1) @ value
         return self.c_proj(mixed.transpose(1, 2).reshape(BATCH, LENGTH, 16))  # type: ignore[no-any-return]
 
 
@@ -284,8 +283,8 @@ UNSEEN = "no hook sees it: {} % of the model's weights"
         (
             "minGPT",
             None,
-            {"output": 9},
-            {"blocks.*.attn (CausalSelfAttention)": "its attention calls no function that is known: add a role for it"},
+            {"output": 9, "attention output": 2},
+            {},
         ),
     ],
     ids=["Qwen3Moe", "DeepseekV3", "ViT", "Whisper", "minGPT"],

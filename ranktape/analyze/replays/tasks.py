@@ -253,9 +253,11 @@ def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tu
     tried = [causal, full, AttentionForm(after=0), AttentionForm()]
     forms = tried if not is_sure else [causal] if is_causal else [full]
     shifts = (0, num_keys - num_queries)
+    # Attention that is written out may scale its query before the product.
+    scales = (None, 1.0) if said.get("written_out") else (scale,)
     shifted = (
         replace(form, scale=scale, shift=0 if form.before is form.after is None else shift)
-        for form, shift in itertools.product(forms, shifts)
+        for form, shift, scale in itertools.product(forms, shifts, scales)
     )
     return list(dict.fromkeys(shifted)), is_sure
 

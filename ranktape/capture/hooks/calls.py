@@ -409,9 +409,9 @@ class Taking:
         tensors = [one for one in (*values, *more) if isinstance(one, torch.Tensor)]
         if tensors:
             sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
-            entry.call = self._begin_call(sample)
+            entry.call = self.begin_call(sample)
         call, is_repeated = entry.call, in_backward()
-        self._expect_gradients(values, call)
+        self.expect_gradients(values, call)
         tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if call is None or not isinstance(value, torch.Tensor):
@@ -431,11 +431,12 @@ class Taking:
                 args, kwargs = argument.put(seen, args, kwargs)
         return args, kwargs
 
-    def _begin_call(self, sample: torch.Tensor) -> Call:
+    def begin_call(self, sample: torch.Tensor) -> Call:
+        """Start a call, whose compute dtype is that of a tensor."""
         call = self.recorder.begin_call(self.source, sample)
         return call if self.quantised_to is None else dataclasses.replace(call, quantised_to=self.quantised_to())
 
-    def _expect_gradients(self, values: Sequence[Any], call: Call | None) -> None:
+    def expect_gradients(self, values: Sequence[Any], call: Call | None) -> None:
         """Expect the gradients of a call that runs with gradients disabled, so that they are reported if missing.
 
         In a reentrant checkpoint, they come with the recomputation. An `autograd.Function` computes them unseen.
@@ -539,18 +540,27 @@ class Taking:
             return
         self.output(found, call, given=given, words=entry.words)
 
-    def output(self, output: torch.Tensor, call: Call, *, given: Any, words: tuple[str, ...] = ()) -> None:
+    def output(
+        self,
+        output: torch.Tensor,
+        call: Call,
+        *,
+        given: Any,
+        words: tuple[str, ...] = (),
+        order: tuple[int, ...] | None = None,
+    ) -> None:
         """Record the output of a call with arguments `given`, and its gradient when it is computed.
 
-        The gradient also tells the hooks on weights which call they belong to.
+        The gradient also tells the hooks on weights which call they belong to. With `order`, both are recorded with
+        their dimensions in this order.
         """
         port = self.ports.output
         on_grad = self.watch.leaves.on_grad_output(self.source)
         if not in_backward():
-            self.record(port, output, call, tags=tags_of(*words))
+            self.record(port, output if order is None else output.permute(order), call, tags=tags_of(*words))
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
             seen = before_views(output, given=given)
-            part = None if seen is output else functools.partial(torch.Tensor.reshape, shape=output.shape)
+            part = None if seen is output and order is None else functools.partial(_part, output.shape, order)
             about = (OWN_FORWARD,) if OWN_FORWARD in words else (PACKED,) if packs_tensors() else ()
             self.grad(port, seen, call, part=part, on_grad=on_grad, tags=tags_of(*about))
 
@@ -590,6 +600,11 @@ class Taking:
         self.recorder.record_grad(
             self.source, port.grad, tensor, call=call, part=part, placement=placement, on_grad=on_grad, tags=tags
         )
+
+
+def _part(shape: torch.Size, order: tuple[int, ...] | None, grad: torch.Tensor) -> torch.Tensor:
+    whole = grad.reshape(shape)
+    return whole if order is None else whole.permute(order)
 
 
 def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:

@@ -25,11 +25,21 @@ from torch.overrides import has_torch_function
 
 from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole, Taking, Watch, is_cached_by_autocast
 from ranktape.capture.hooks.hook import MODE, Around, as_itself, replace, resolve
-from ranktape.capture.hooks.module_hooks import MultiheadHooks, learn_linear
+from ranktape.capture.hooks.module_hooks import MULTIHEAD_CALL, MultiheadHooks, learn_linear
 from ranktape.capture.hooks.owners import Owner
+from ranktape.capture.hooks.written_attention import WrittenAttention
 from ranktape.capture.passes.python_stack import innermost_direct_call
 from ranktape.capture.passes.tracker import Arguments, Frame
-from ranktape.capture.roles.known import ADDMM, ATTENTION, LINEAR, PARAMETER_PRODUCTS, function_roles, role_of
+from ranktape.capture.roles.known import (
+    ADDMM,
+    ATTENTION,
+    ATTENTION_STEPS,
+    LINEAR,
+    PARAMETER_PRODUCTS,
+    SOFTMAX,
+    function_roles,
+    role_of,
+)
 from ranktape.capture.roles.table import Argument, FunctionRole, Ports, ports_of, resolved
 from ranktape.capture.source import Source
 from ranktape.capture.torch_private import (
@@ -203,6 +213,9 @@ class FunctionHooks:
         self._running = watch.running
         self._is_wanted = is_wanted
         self._multihead = multihead
+        self._written = WrittenAttention(
+            watch, running=self._computing, source=functools.partial(self._source, ATTENTION)
+        )
         self.targets: dict[Any, SeenFunction] = {}
         """The role of each function."""
         self._exchanged: dict[FunctionType, Exchanged] = {}
@@ -248,6 +261,7 @@ class FunctionHooks:
         self._exchanged.clear()
         self._named.clear()
         self.givers.clear()
+        self._written.forget()
 
     def _see(self, role: FunctionRole, name: str, holder: Any, attribute: str) -> None:
         function = getattr(holder, attribute)
@@ -291,7 +305,7 @@ class FunctionHooks:
         for function, target in self.targets.items():
             name = getattr(function, "__name__", "")
             own: Any = getattr(torch.nn.functional, name, None)
-            if own == function and function not in self._exchanged:
+            if own == function and function not in self._exchanged and target.role not in ATTENTION_STEPS:
                 self._named[torch.nn.functional, name] = function, Wrapped(function, target, is_named=True)
         self._set_names(1)
 
@@ -360,7 +374,7 @@ class FunctionHooks:
         found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
         for function, target in self.targets.items():
             role, ports = target.role, target.ports
-            if role in PARAMETER_PRODUCTS or not self._is_wanted_in_graphs(role):
+            if role in {*PARAMETER_PRODUCTS, *ATTENTION_STEPS} or not self._is_wanted_in_graphs(role):
                 continue
             found[function] = role, ports, role.output if isinstance(role.output, int) else None
             for name in role.functions:
@@ -413,6 +427,10 @@ class FunctionHooks:
             return self._product(target, original, args, kwargs)
         if running.has(role.layer_type):
             return original(*args, **kwargs)
+        if role is SOFTMAX:
+            return self._written.softmax(original, args, kwargs)
+        if role in ATTENTION_STEPS:
+            return self._multiply(target, original, args, kwargs)
         return self._recorded(target, original, self._source(role), args, kwargs)
 
     def _product(
@@ -443,6 +461,8 @@ class FunctionHooks:
             source = None if is_hidden else layer.taking.source
             return self._recorded(target, original, source, args, kwargs, layer=layer)
         owner = self._owner(role, weight)
+        if owner is None and role in PARAMETER_PRODUCTS:
+            return self._multiply(target, original, args, kwargs)
         if owner is None or (role in PARAMETER_PRODUCTS and _is_of_layer_of_its_own(owner)):
             return original(*args, **kwargs)
         source = self._source(role, owner)
@@ -452,6 +472,14 @@ class FunctionHooks:
         if self._multihead is not None:
             self._multihead.see(owner, args, output)
         return output
+
+    def _multiply(
+        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a product without a parameter, which may be a step of an attention that is written out."""
+        if any(self._running.has(kind) for kind in (ATTENTION.layer_type, MULTIHEAD_CALL)):
+            return original(*args, **kwargs)
+        return self._written.multiply(target.role, target.ports, original, args, kwargs)
 
     def _owner(self, role: FunctionRole, weight: torch.Tensor) -> Owner | None:
         """The owner of a weight; None if it is not a parameter of a known module."""

@@ -404,7 +404,7 @@ class MultiheadHooks:
         """Record a product with a parameter as operands or output of the running attention, if it belongs to one."""
         entries = self._running.entries
         entry = entries[-1] if entries else None
-        if entry is None or entry.layer_type != _KIND or entry.taking is None or entry.call is None:
+        if entry is None or entry.layer_type != MULTIHEAD_CALL or entry.taking is None or entry.call is None:
             return
         module: Any = entry.owner
         taking, heads, embed_dim = entry.taking, module.num_heads, module.embed_dim
@@ -454,14 +454,14 @@ class MultiheadHooks:
             return
         with self._recorder.guarded(taking.source):
             call = self._recorder.begin_call(taking.source, query)
-            self._running.entries.append(RunningRole(_KIND, module, taking, call))
+            self._running.entries.append(RunningRole(MULTIHEAD_CALL, module, taking, call))
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not is_traced():
             self._running.leave(module)
 
 
-_KIND = "multihead attention"
+MULTIHEAD_CALL = "multihead attention"
 """The kind of a running attention. It is no layer type, so that the products inside are recorded, too."""
 
 

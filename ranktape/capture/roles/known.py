@@ -187,6 +187,26 @@ PARAMETER_PRODUCTS: tuple[FunctionRole, ...] = (
 )
 """The products that are recorded if the second operand is a parameter. They are not recorded in compiled graphs."""
 
+SOFTMAX = FunctionRole(
+    functions=("torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax", "torch.special.softmax"),
+    layer_type="attention",
+    operands={"input": (0, "input")},
+)
+
+EINSUM = FunctionRole(functions=("torch.einsum",), layer_type="attention", operands={"left": 1, "right": 2})
+
+ATTENTION_STEPS: tuple[FunctionRole, ...] = (
+    SOFTMAX,
+    EINSUM,
+    FunctionRole(
+        functions=("torch.baddbmm", "torch.Tensor.baddbmm"),
+        layer_type="attention",
+        operands={"left": (1, "batch1"), "right": (2, "batch2")},
+    ),
+)
+"""The functions that, with `PARAMETER_PRODUCTS`, are steps of an attention that is written out. They are not recorded
+by themselves, nor in compiled graphs."""
+
 PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner)
 """The components of modules whose forward is one of these functions on their own weight."""
 
@@ -375,6 +395,7 @@ def _te_quant_type() -> str:
 FUNCTION_ROLES: tuple[FunctionRole, ...] = (
     *_PYTORCH_FUNCTIONS,
     *PARAMETER_PRODUCTS,
+    *ATTENTION_STEPS,
     *_HUGGING_FACE_FUNCTIONS,
     *_FLASH_FUNCTIONS,
 )
