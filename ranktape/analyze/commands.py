@@ -89,10 +89,10 @@ def plot(
         output (PATH): File of one plot, as .png, .svg or .pdf [NAME.png], or folder of several plots [draw].
     """
     if all and kind:
-        raise UsageError("--all and --kind exclude each other: --all is every kind")
+        raise UsageError("--all and --kind exclude each other: --all draws every kind")
     wanted = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
     if by and all:
-        raise UsageError("--by is for the plots that --kind names, and --all has every plot as it is")
+        raise UsageError("--by and --all exclude each other: name the plots to group with --kind")
     fields = field_words(by)
     wanted = [one.grouped_by(fields) for one in wanted] if by else wanted
     names_folder = any(part.strip().rstrip("/") in FOLDERS for text in kind for part in text.split(","))
@@ -119,7 +119,7 @@ def plot(
 def _path_of(output: Path | None, *, name: str | None) -> Path:
     """The path of the plot with this name, or of the folder of plots if there is no name."""
     if output is not None and str(output) == "-":
-        raise UsageError("--output - is no name: give that of a file, such as overflow.png, or /dev/stdout")
+        raise UsageError("--output - is not a file name: give one, such as overflow.png, or /dev/stdout")
     path = output or (DEFAULT_FOLDER if name is None else Path(f"{name}.png"))
     if name is None:
         if path.exists() and not path.is_dir():
@@ -141,7 +141,7 @@ def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool
     """The recipes that were named, or the default ones of a replay plot that was requested by name."""
     is_needed = any(one.folder == REPLAYED for one in wanted)
     if texts and not is_needed:
-        raise UsageError(f"--recipe is for plots of recipes: ask for --kind {REPLAYED} or --all")
+        raise UsageError(f"--recipe is only for plots of recipes: add --kind {REPLAYED} or --all")
     from ranktape.analyze.numerics.recipes.words import parse_recipes
 
     named = texts or ([] if is_all or not is_needed else [DEFAULT_RECIPES])
@@ -157,8 +157,8 @@ def _parse_target(name: str | None) -> Target | None:
         scheme = parse_scheme(name)
         if scheme.scaling is Scaling.BLOCK and scheme.element.name != scheme.name:
             raise UsageError(
-                f"--format {name} is one of blocks with scales, of elements of {scheme.element.name}: give --format "
-                f"{scheme.element.name}, or ask 'ranktape analyze overflow --format {name} --scaling block'"
+                f"--format {name} has block scales, which plots do not support: give --format "
+                f"{scheme.element.name}, or run 'ranktape analyze overflow --format {name} --scaling block'"
             )
     return parse_target(name)
 

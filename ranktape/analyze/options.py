@@ -139,7 +139,7 @@ class Selection:
         records = run.select(**early)
         if not len(records):
             given = " and ".join(f"--{field} {text}" for field, text in early.items())
-            raise NoRecordsError(f"no records match {given}: iterations that can be read are {spans(run.iterations)}")
+            raise NoRecordsError(f"no records match {given}: readable iterations are {spans(run.iterations)}")
         for field, text in texts.items():
             found = records.fitting(parse_filter(field, text))
             if not len(found):
@@ -150,7 +150,7 @@ class Selection:
         chosen = records.where(self.where)
         if not len(chosen):
             raise NoRecordsError(
-                f"no records match --where {self.where!r}: it leaves none of {len(records)}; "
+                f"no records match --where {self.where!r}: it excludes all {len(records)} records; "
                 f"see 'ranktape analyze ls {self.run}'"
             )
         return chosen
@@ -198,8 +198,8 @@ class Output:
             return ordered
         which = ""
         if self.sort is None and table.worst_first is not None:
-            which, ordered = "; these are the worst", table.worst_first(ordered)
-        more = f"{rest:,} more{which}: --limit 0 shows all"
+            which, ordered = "; the worst are shown", table.worst_first(ordered)
+        more = f"{rest:,} more rows{which}: --limit 0 shows all"
         return replace(ordered, rows=ordered.rows[: table.max_rows], notes=(more, *ordered.notes))
 
     def write(self, table: Table) -> None:
@@ -251,7 +251,7 @@ def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
     for word in ",".join(filters["filters"].get("mode", ())).split(","):
         if word.strip() in SWEEP_MODES:
             raise UsageError(
-                f"--mode {word.strip()} is not allowed: it leaves out records of training (train) or of "
+                f"--mode {word.strip()} is not allowed: it selects records of training (train) or "
                 f"evaluation (eval); did you mean --sweep-mode {word.strip()}?"
             )
     from ranktape.analyze.sources import places_of
@@ -402,8 +402,8 @@ OPTIONS: dict[str, Callable[[Command], Command]] = {
 def say_what_is_left_out(run: RecordSource, *, with_unreadable: bool = True) -> None:
     """Name the files of a folder without records on stderr."""
     for names, why in (
-        ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "not under a name that we know"),
-        (list(getattr(run, "unreadable", {}).values()) if with_unreadable else [], "cannot be read"),
+        ([name for name in getattr(run, "foreign", ()) if name.endswith(".pt")], "because their names are unknown"),
+        (list(getattr(run, "unreadable", {}).values()) if with_unreadable else [], "because they cannot be read"),
     ):
         if names:
             shown = "; ".join(names[:MAX_NAMED_FILES])

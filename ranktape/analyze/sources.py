@@ -85,7 +85,7 @@ def open_sources(
     if not places:
         raise UsageError("there is nothing to open: give a run, a folder of .pt files, or several of them")
     if len(places) > MAX_SOURCES:
-        raise UsageError(f"{len(places)} sources are too many: give {MAX_SOURCES} at most, or a folder further down")
+        raise UsageError(f"{len(places)} sources are too many: give at most {MAX_SOURCES}, or a subfolder")
     opened = [open_source(one, storage_options, skip_unreadable=skip_unreadable, any_name=any_name) for one in places]
     return opened[0] if len(opened) == 1 else Sources(dict(zip(short_names(places), opened, strict=True)))
 

@@ -266,7 +266,7 @@ class Table:
         truth = where.truth({name: _as_array(self.column(name), kinds[name]) for name in where.names})
         failed = self.cells.take(np.flatnonzero(truth < 0))
         unknown = int((truth == 0).sum())
-        passed = f", {unknown} of them for want of a value" if unknown else ""
+        passed = f", {unknown} of them because a value is missing" if unknown else ""
         note = f"check {expression}: {len(failed)} of {len(self.rows)} rows fail, {len(self.rows) - len(failed)} pass"
         return replace(self, rows=failed, notes=(*self.notes, note + passed))
 
@@ -369,10 +369,10 @@ class Table:
             others = [one for one in self.columns if one.kind in numbers and one.name not in {across, *keys}]
             drawn = [one.name for one in sorted(others, key=lambda one: one.kind not in measured)][:1]
         if across is None or not drawn or not len(self.rows):
-            raise UsageError("the table has nothing to draw: name the columns, as plot(x='iteration', y='absmax')")
+            raise UsageError("the table has nothing to plot: name the columns, such as plot(x='iteration', y='absmax')")
         columns = {name: self.column(name) for name in (across, *drawn)}
         if wrong := next((name for name in drawn if kinds[name] not in numbers), None):
-            raise UsageError(f"column {wrong!r} holds {kinds[wrong].value}, and y takes numbers")
+            raise UsageError(f"column {wrong!r} contains {kinds[wrong].value} values, but y requires numbers")
         if axes is None:
             from matplotlib import pyplot as plt
 
@@ -501,7 +501,7 @@ _LEAST_TELLING = ("dtype", "compute_dtype", "phase", "quant_type", "layer_type",
 _LEAST_VALUES = ("overflow.upper.ratio", "overflow.lower.ratio", "elements")
 """Values that are left out next, because other columns imply them."""
 
-_LAST = ("severity", "enough", "diverges", "outcome")
+_LAST = ("severity", "meets_target", "diverges", "outcome")
 """Columns with a verdict, which are left out last."""
 
 

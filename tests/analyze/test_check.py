@@ -61,7 +61,7 @@ def test_the_rows_of_which_it_is_false_fail() -> None:
 def test_whole_numbers_are_compared_exactly() -> None:
     whole = Table(title="", columns=TABLE.columns[1:2], rows=((2**53 + 1,), (2**53,)))
     assert whole.check(f"count == {2**53}").rows == ((2**53 + 1,),)
-    assert TABLE.check("count > 0").notes[-1].endswith(", 1 of them for want of a value")
+    assert TABLE.check("count > 0").notes[-1].endswith(", 1 of them because a value is missing")
 
 
 def test_mistakes_are_named() -> None:

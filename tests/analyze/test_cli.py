@@ -258,7 +258,7 @@ def test_a_terminal_shows_as_many_rows_as_people_read(run: str, tmp_path: Path) 
     for words in (["ls", run], ["compare", run, "--pair", "iteration=10:20"]):
         num_rows = 36 if words[0] == "compare" else 72
         shown, whole = answered(*words, columns=200), answered(*words, "--limit", "0", columns=200)
-        assert f"{num_rows - 20} more: --limit 0 shows all" in shown
+        assert f"{num_rows - 20} more rows: --limit 0 shows all" in shown
         assert len(whole) - len(shown) == num_rows - 20 - 1
         assert len(answer(*words).splitlines()) == len(whole)
     assert len(json.loads(answer("overflow", run, "--json"))["rows"]) == 72
@@ -270,7 +270,7 @@ def test_a_terminal_shows_as_many_rows_as_people_read(run: str, tmp_path: Path) 
 def test_the_rows_that_a_terminal_shows_are_the_worst(run: str) -> None:
     words = ("overflow", run, "--format", "fp8_e4m3", "--scaling", "none")
     lines = answered(*words, columns=200)
-    assert lines[-2] == "52 more; these are the worst: --limit 0 shows all"
+    assert lines[-2] == "52 more rows; the worst are shown: --limit 0 shows all"
     assert lines[-1].startswith("verdict: 32 high, 40 none; worst: ")
     severities = [line.split()[-1] for line in lines[3:-2]]
     assert severities == sorted(severities, key=["high", "medium", "none"].index)
@@ -304,8 +304,12 @@ def test_mistakes_are_one_line_and_a_code(run: str) -> None:
         ),
         (["--tensor-name", "ouput"], 1, "; did you mean output?"),
         (["--batch-size", "8"], 1, "no records match --batch-size 8: batch_size is none (72 records)"),
-        (["--iteration", "15"], 1, "no records match --iteration 15: iterations that can be read are 10, 20"),
-        (["--where", "overflow.ratio > 0"], 1, "no records match --where 'overflow.ratio > 0': it leaves none of 72"),
+        (["--iteration", "15"], 1, "no records match --iteration 15: readable iterations are 10, 20"),
+        (
+            ["--where", "overflow.ratio > 0"],
+            1,
+            "no records match --where 'overflow.ratio > 0': it excludes all 72 records",
+        ),
         (["--rank", "x"], 2, "rank holds numbers and 'x' is not one"),
         (["--where", "layr == 1"], 2, "did you mean"),
         (["--where", "rank =="], 2, ""),
@@ -335,7 +339,7 @@ def test_mistakes_of_single_commands(run: str) -> None:
             2,
             "give --format fp4_e2m1 for what they hold without a scale",
         ),
-        (["plot", "--format", "mxint8"], 2, "elements of int8"),
+        (["plot", "--format", "mxint8"], 2, "has block scales, which plots do not support: give --format int8"),
         (["plot", "--output", "/dev/null/a.png"], 1, "the plot cannot be written to /dev/null/a.png"),
     ]
     for words, code, message in cases:

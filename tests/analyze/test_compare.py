@@ -98,7 +98,7 @@ def test_the_first_divergence_comes_first_in_the_order_of_execution(tmp_path: Pa
     tolerant = compare(a, b, tolerance=0.5)
     assert "layers.1.linear forward post output" in tolerant.title
     assert compare(a, b, tolerance=2.0).title == (
-        "no divergence: 18 pairs compared, 2 differ, none by more than is tolerated"
+        "no divergence: 18 pairs compared, 2 differ, none beyond the tolerance"
     )
 
 
@@ -121,7 +121,7 @@ def test_noise_of_an_equal_run_is_the_floor(tmp_path: Path) -> None:
     assert compare(a, b, noise=a).column("noise.ratio")[0] == np.inf
     few = twin.select(layer_type="linear")
     notes = compare(a, b, noise=few).notes
-    assert notes == ("of 8 pairs it is not known whether they diverge: no noise floor, no relative_norm",)
+    assert notes == ("whether 8 pairs diverge is unknown: they have no noise floor, or no relative_norm",)
     with pytest.raises(NoRecordsError, match="no tensor of the first side is in the run that --noise names"):
         compare(a, b, noise=store(tmp_path / "x", model_tensors(iterations=[9])).select())
 
@@ -171,7 +171,7 @@ def test_pre_against_post(records: Records) -> None:
         (attention, "pre", "query", attention, "post", "output"),
         (attention, "pre", "grad_output", attention, "post", "grad_query"),
     }
-    with pytest.raises(NoRecordsError, match="weights and their gradients do not"):
+    with pytest.raises(NoRecordsError, match="all are weights or their gradients"):
         compare(one.select(tensor_name=["weight", "grad_weight"]), pair=["phase=pre:post"])
 
 
@@ -207,7 +207,7 @@ def test_what_is_paired(records: Records) -> None:
 
 def test_a_mistake_is_told(records: Records) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "nothing says what is compared with what"),
+        ({}, "it is not specified what to compare"),
         ({"pair": ["quant_type"]}, "give FIELD=LEFT:RIGHT"),
         ({"pair": ["quanttype=a:b"]}, "use quant_type"),
         ({"pair": ["iteration=1:2:3"]}, "two colons"),
@@ -250,7 +250,7 @@ def test_what_was_kept_is_compared_by_distribution(tmp_path: Path, keep: str) ->
     (row,) = table.records()
     assert row["relative_norm"] is None
     assert row["diverges"] == ("yes" if keep == "histogram" else None)
-    assert "1 pairs are compared by their distributions alone" in table.notes[0]
+    assert "1 pairs are compared only by their distributions" in table.notes[0]
     whole = store(tmp_path / "c", tensors_of[1:]).select()
     (full,) = compare(a, whole).records()
     expected = full["kolmogorov_smirnov"] if keep == "histogram" else None
@@ -335,7 +335,7 @@ def test_on_the_command_line(run: Run, tmp_path: Path) -> None:
     document = json.loads(ask(url, "--pair", "rank=0:1", "--by", "tensor_name", "--json").stdout)
     assert {row["pairs"] for row in document["rows"]} == {6, 12}
     for arguments, code, message in (
-        ((url,), 2, "nothing says what is compared with what"),
+        ((url,), 2, "it is not specified what to compare"),
         ((url, tmp_path / "missing"), 1, "there is nothing|no run"),
         ((url, url, "--noise", tmp_path / "missing"), 1, "no run"),
     ):
@@ -465,7 +465,7 @@ def test_copies_that_differ_are_each_compared_and_told(tmp_path: Path) -> None:
     a, b = store(tmp_path / "a", replicas(x, x)), store(tmp_path / "b", replicas(x, other))
     table = compare(a.select(), b.select())
     assert sorted(rows(table, "rank", "differing.count", "ulp_max")) == [(0, 0, 0), (1, 1, 1)]
-    assert "in 2 pairs ranks that should hold the same recorded other bits" in table.notes[0]
+    assert "in 2 pairs, ranks that should have equal copies recorded different bits" in table.notes[0]
     # Two ranks without a word about placement against one: equal ones stand for each other, others do not.
     plain = [describe_tensor(x, rank=rank) for rank in (0, 1)]
     one = store(tmp_path / "one", plain[:1]).select()

@@ -158,12 +158,12 @@ def test_what_was_kept_of_the_values() -> None:
     for kind in Look:
         whole = distribution(records_of([tensor]), kind=kind)
         assert distribution(records_of([histogram]), kind=kind).rows == whole.rows
-        with pytest.raises(NoRecordsError, match="of no record values were kept"):
+        with pytest.raises(NoRecordsError, match="no record stores values"):
             distribution(records_of([statistics]), kind=kind)
     other = describe_tensor(array, tensor_name="other")
     beside = distribution(records_of([statistics, other]), kind="linear")
     assert sum(beside.column("count")) == array.size
-    assert "1 records left out: of them statistics were kept, and no values" in beside.notes
+    assert "1 records are left out: they store only statistics" in beside.notes
 
 
 def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> None:
@@ -172,7 +172,7 @@ def test_wide_values_are_looked_at_as_computed_with_unless_said_otherwise() -> N
     computed, seen = (distribution(records, bins=2, view=view) for view in (None, View.SEEN))
     assert not any("2^-10" in note for note in computed.notes)
     assert any("2^-10" in note for note in seen.notes)
-    assert "as they were captured" in seen.title
+    assert "as captured" in seen.title
 
 
 def test_the_defaults_are_those_that_the_help_names(records: Records) -> None:
@@ -191,7 +191,7 @@ def test_what_is_not_known_is_refused(records: Records) -> None:
         ({"kind": "log2", "per_binade": 1000}, "per_binade=1000 is not allowed"),
         ({"kind": "qq", "points": -1}, "points=-1 is not allowed"),
         ({"kind": "formats", "format": ["fp8_e4m4"]}, "format 'fp8_e4m4' is not known"),
-        ({"kind": "formats", "format": ["e8m0"]}, "format 'e8m0' is one of scales"),
+        ({"kind": "formats", "format": ["e8m0"]}, "format 'e8m0' is a format of scales"),
     ]
     for options, message in cases:
         with pytest.raises(UsageError, match=message):
@@ -228,9 +228,9 @@ def test_text_has_a_bar_for_each_bin() -> None:
 def test_the_command_names_the_way_out(records: Records) -> None:
     cases: list[tuple[str, str]] = [
         ("--kind lin", "'lin' is not one of"),
-        ("--kind log2 --bins 3", "--bins says nothing about --kind log2: it is for linear and normalised"),
-        ("--points 3", "--points says nothing about --kind log2: it is for qq"),
-        ("--format fp8_e4m3", "--format says nothing about --kind log2: it is for exponents and formats"),
+        ("--kind log2 --bins 3", "--bins does not apply to --kind log2: it is for linear and normalised"),
+        ("--points 3", "--points does not apply to --kind log2: it is for qq"),
+        ("--format fp8_e4m3", "--format does not apply to --kind log2: it is for exponents and formats"),
         ("--bins 0", "bins=0 is not allowed"),
         ("--layer-idx 9", "no records match --layer-idx 9"),
     ]

@@ -52,7 +52,7 @@ def events(run: Run, tmp_path_factory: pytest.TempPathFactory) -> EventAccumulat
 
     folder = tmp_path_factory.mktemp("tensorboard")
     said = told(export(run, "--to", "tensorboard", folder))
-    assert said.startswith(f"{folder / FILE}: 378 scalars, 108 histograms, 2 pictures of 18 places, 3 iterations\n")
+    assert said.startswith(f"{folder / FILE}: 378 scalars, 108 histograms, 2 pictures of 18 groups, 3 iterations\n")
     guidance = {event_accumulator.SCALARS: 0, event_accumulator.HISTOGRAMS: 0, event_accumulator.IMAGES: 0}
     found = event_accumulator.EventAccumulator(str(folder), size_guidance=guidance)
     found.Reload()
@@ -111,12 +111,12 @@ def test_the_same_records_give_the_same_file_and_others_need_a_word(run: Run, tm
     training.write_bytes(b"the training's own")
     told(export(run, *few))
     first = (tmp_path / "logs" / FILE).read_bytes()
-    assert "iterations; it was there already\n" in told(export(run, *few))
+    assert "iterations; it already exists\n" in told(export(run, *few))
     result = export(run, *few, "--metric", "p99.9")
     assert result.exit_code == 2
-    assert "is there and holds something else: add --overwrite, or choose another folder" in result.stderr
+    assert "already exists with other content: add --overwrite, or choose another folder" in result.stderr
     assert (tmp_path / "logs" / FILE).read_bytes() == first
-    assert "27 scalars, 54 histograms of 9 places" in told(export(run, *few, "--metric", "p99.9", "--overwrite"))
+    assert "27 scalars, 54 histograms of 9 groups" in told(export(run, *few, "--metric", "p99.9", "--overwrite"))
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted([training.name, FILE])
     assert training.read_bytes() == b"the training's own"
 
@@ -247,17 +247,17 @@ def test_a_mistake_is_one_line_before_anything_is_written(run: Run, tmp_path: Pa
         ("--to tensorboard DIR --kind overflw", "--kind 'overflw' names no plot: did you mean overflow"),
         (
             "--to tensorboard DIR --kind rank_deviation --rank 0",
-            "--kind rank_deviation cannot be drawn: there is one rank",
+            "--kind rank_deviation cannot be drawn: there is only one rank",
         ),
         ("--to tensorboard DIR --by iteration", "by 'iteration' is not allowed"),
         ("--to tensorboard DIR --by layer", "layer"),
-        ("--to tensorboard FILE", "is a file: name a folder"),
+        ("--to tensorboard FILE", "is a file: give a folder"),
         ("--to parquet s3://bucket/x", "is a URL"),
-        ("--to parquet DIR --kind overflow", "--kind is for --to tensorboard, and not for --to parquet"),
-        ("--to parquet DIR --no-histograms", "--no-histograms is for --to tensorboard"),
-        ("--to tensorboard DIR --form layers", "--form is for --to pt, and not for --to tensorboard"),
-        ("DIR --metric absmax", "--metric is for --to tensorboard or --to parquet, and not for --to pt"),
-        ("DIR --by rank", "--by is for"),
+        ("--to parquet DIR --kind overflow", "--kind is only for --to tensorboard, not for --to parquet"),
+        ("--to parquet DIR --no-histograms", "--no-histograms is only for --to tensorboard"),
+        ("--to tensorboard DIR --form layers", "--form is only for --to pt, not for --to tensorboard"),
+        ("DIR --metric absmax", "--metric is only for --to tensorboard or --to parquet, not for --to pt"),
+        ("DIR --by rank", "--by is only for"),
         ("--to parquet ''", "an empty name is not allowed"),
     ]
     for words, said in cases:

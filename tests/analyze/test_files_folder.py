@@ -352,7 +352,7 @@ def test_places_without_records_are_named(tmp_path: Path) -> None:
         open_source(tmp_path / "pipe.pt")
     (tmp_path / "pipe.pt").unlink()
     save(tmp_path / "model.pt", torch.zeros(1))
-    with pytest.raises(RunNotFoundError, match=r"under a name of one of the legacy tools \(there is model\.pt\)"):
+    with pytest.raises(RunNotFoundError, match=r"with a name of the legacy tools \(it contains model\.pt\)"):
         open_source(tmp_path)
     with pytest.raises(RunNotFoundError, match="there is nothing at"):
         open_folder(tmp_path / "missing")
@@ -389,7 +389,7 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-c", source, str(closed / "run")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    assert "cannot be looked at: Permission denied: mend the permissions" in done.stdout, done.stderr
+    assert "cannot be accessed: Permission denied: change the permissions" in done.stdout, done.stderr
 
 
 def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
 def test_a_long_description_of_a_folder_is_not_repeated_by_every_record(tmp_path: Path) -> None:
     layer_outputs(tmp_path)
     save(tmp_path / "metadata.pt", {"prompt": "x" * (1 << 20)})
-    with pytest.raises(DataError, match=r"metadata\.pt says of its tensor is longer than 1048576 characters"):
+    with pytest.raises(DataError, match=r"metadata\.pt is longer than 1048576 characters"):
         open_folder(tmp_path)
     assert list(open_folder(tmp_path, skip_unreadable=True).unreadable) == ["metadata.pt"]
 

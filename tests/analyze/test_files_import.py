@@ -64,7 +64,7 @@ def test_another_folder_is_another_run(tmp_path: Path) -> None:
     legacy_file(tmp_path / "files", torch.randn(3))
     imported(tmp_path / "files", tmp_path / "run")
     legacy_file(tmp_path / "files", torch.randn(3), iteration=1)
-    with pytest.raises(RunExistsError, match=r"not of .*/files as it is now: add --overwrite"):
+    with pytest.raises(RunExistsError, match=r"not imported from the current .*/files: add --overwrite"):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"))
     assert imported(tmp_path / "files", tmp_path / "run", overwrite=True).iterations == [0, 1]
     with pytest.raises(RunExistsError, match="is not empty and holds no run"):
@@ -81,7 +81,7 @@ def test_files_that_cannot_be_read_are_recorded_as_missing(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"was not written by torch\.save"):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"))
     save(tmp_path / "files" / "model.pt", torch.zeros(2))
-    with pytest.raises(DataError, match=r"1 \.pt files in .* not under a name that we know, such as 'model\.pt'"):
+    with pytest.raises(DataError, match=r"1 \.pt files in .* have unknown names, such as 'model\.pt'"):
         import_folder(open_folder(tmp_path / "files", skip_unreadable=True), str(tmp_path / "run"))
     folder = open_folder(tmp_path / "files", skip_unreadable=True)
     report = import_folder(folder, str(tmp_path / "run"), skip_unreadable=True)
@@ -94,7 +94,7 @@ def test_files_that_cannot_be_read_are_recorded_as_missing(tmp_path: Path) -> No
 def test_names_that_say_impossible_things_are_refused(tmp_path: Path) -> None:
     legacy_file(tmp_path / "ranks", torch.zeros(1), rank=10**9)
     for is_skipping in (False, True):
-        with pytest.raises(UsageError, match="is of rank 1000000000, and every rank up to it would be committed"):
+        with pytest.raises(UsageError, match="has rank 1000000000, and every rank up to it would be committed"):
             import_folder(open_folder(tmp_path / "ranks"), str(tmp_path / "run"), skip_unreadable=is_skipping)
     assert not (tmp_path / "run").exists()
 
@@ -102,11 +102,13 @@ def test_names_that_say_impossible_things_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [1058, 99_999])
 def test_one_file_of_a_high_rank_does_not_make_a_group_for_each_below(tmp_path: Path, rank: int) -> None:
     files = [legacy_file(tmp_path / "files", torch.ones(3), rank=rank) for rank in (0, rank)]
-    with pytest.raises(UsageError, match=rf"with files of 2 ranks, 1058 are imported at most.*{'--skip-unreadable'}"):
+    with pytest.raises(
+        UsageError, match=rf"with files of 2 ranks, at most 1058 ranks are imported.*{'--skip-unreadable'}"
+    ):
         import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     report = import_folder(open_folder(tmp_path / "files"), str(tmp_path / "run"), skip_unreadable=True)
-    assert report.left_out == {files[1].name: f"rank {rank} is far beyond those with files"}
+    assert report.left_out == {files[1].name: f"rank {rank} is far above the ranks with files"}
     assert [status.committed_ranks for status in open_run(tmp_path / "run").status()] == [[0]]
     # The way out that keeps the tensor.
     files[1].rename(files[1].with_name(files[1].name.replace(f"rank{rank}", "rank1")))
@@ -264,7 +266,7 @@ def test_what_no_record_can_hold_is_no_field(tmp_path: Path, said: dict[str, Any
 
 def test_samples_that_are_not_in_the_tensor_are_refused(tmp_path: Path) -> None:
     own = {"layer_1_output": {"sample_dim": 0, "sample_ids": [1, 2, 3]}}
-    with pytest.raises(DataError, match="names 3 samples of a tensor of 1"):
+    with pytest.raises(DataError, match="lists 3 samples, but its tensor has 1"):
         open_folder(recorded(tmp_path, {"ranktape": own})).select().column("sample_ids")
 
 
@@ -351,7 +353,7 @@ def test_a_file_of_any_name_is_named(tmp_path: Path) -> None:
 
 def test_the_list_says_how_to_see_the_files(folder: Path) -> None:
     result = CliRunner().invoke(cli, ["ls", str(folder)])
-    assert "2 records, 256 B; --wide names the file of each" in result.stdout
+    assert "2 records, 256 B; --wide shows the file of each" in result.stdout
     assert ".pt" not in result.stdout
 
 

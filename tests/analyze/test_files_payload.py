@@ -111,7 +111,7 @@ def other_kind(kind: str) -> torch.Tensor:
 def test_an_archive_that_is_cut_off_is_called_so(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", torch.arange(100.0))
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(DataError, match=r"x\.pt is damaged or cut off: it begins as an archive of torch\.save does"):
+    with pytest.raises(DataError, match=r"x\.pt is damaged or truncated: it starts like an archive of torch\.save"):
         read_header(path)
 
 
@@ -120,7 +120,7 @@ def test_an_archive_that_is_cut_off_is_called_so(tmp_path: Path) -> None:
 def test_tensors_of_other_kinds_are_refused(tmp_path: Path, kind: str, legacy: bool) -> None:  # noqa: FBT001
     with warnings.catch_warnings(action="ignore"):  # of torch's, about such tensors
         path = save(tmp_path / "x.pt", {"tensor": other_kind(kind)}, legacy=legacy)
-    with pytest.raises(DataError, match=r"x\.pt is not read: "):
+    with pytest.raises(DataError, match=r"x\.pt cannot be read: "):
         read_header(path)
 
 
@@ -197,10 +197,10 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", torch.randn(1000), legacy=True)
     header = read_header(path)
     os.truncate(path, 500)
-    with pytest.raises(DataError, match=r"x\.pt is not read: it is damaged"):
+    with pytest.raises(DataError, match=r"x\.pt cannot be read: it is damaged"):
         read_values(path, header)
     save(path, torch.randn(999))
-    with pytest.raises(DataError, match="is not what it was when it was listed"):
+    with pytest.raises(DataError, match="has changed since it was listed"):
         read_values(path, header)
 
 
@@ -234,9 +234,9 @@ def test_archives_of_other_things_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.pt"
     with zipfile.ZipFile(other, "w") as file:
         file.writestr("word/document.xml", "<x/>")
-    with pytest.raises(DataError, match=r"x\.pt is not read"):
+    with pytest.raises(DataError, match=r"x\.pt cannot be read"):
         read_header(other)
-    with pytest.raises(DataError, match=r"x\.pt is not read"):
+    with pytest.raises(DataError, match=r"x\.pt cannot be read"):
         read_header(archive(other, b"\x80\x02c__torch__\nLinear\n)\x81."))
 
 

@@ -262,7 +262,7 @@ def test_masks_overflow_to_no_question(tmp_path: Path) -> None:
         # Of one finite value the rule of its block cuts off a little.
         assert sum(table.column("overflow.total")) == (options == {"format": "mxfp8"}), options
         assert any(table.column("overflow.inf.count")), options
-        assert "in 6 records -Inf is that of an additive mask: it is no overflow" in table.notes
+        assert "in 6 records, -Inf belongs to an additive mask and does not count as overflow" in table.notes
     (begins,) = [row for row in overflow(records, first=True).records() if row["kind"] == "overflow"]
     assert begins["affected"] == 0
     checked = overflow(records).check("overflow.total == 0 and overflow.nan.count == 0 and severity == 'none'")

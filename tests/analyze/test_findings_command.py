@@ -79,7 +79,7 @@ def test_text_has_the_place_the_evidence_and_a_command_that_runs_and_ends_with_t
 
 def test_what_follows_is_counted_and_named_when_asked_for(run: Run) -> None:
     longest = max(find(run.select()), key=lambda one: len(one.consequences))
-    assert f"and {len(longest.consequences) - 3} more: --wide names them" in ask(run).stdout
+    assert f"and {len(longest.consequences) - 3} more: --wide lists them" in ask(run).stdout
     wide = ask(run, "--wide").stdout
     assert all(text in wide for text in longest.consequences)
 
@@ -97,7 +97,7 @@ def test_a_terminal_shows_the_first_ones_in_lines_that_fit(run: Run) -> None:
     assert sum(bool(re.match("high|medium|low", line)) for line in lines) == NUM_FIRST
     assert max(len(line) for line in lines if "ranktape analyze" not in line) <= 60
     num = len(findings(run.select()).rows)
-    assert f"{num - NUM_FIRST} more: --limit 0 shows all" in lines
+    assert f"{num - NUM_FIRST} more rows: --limit 0 shows all" in lines
     assert lines[-1] == findings(run.select()).title
 
 
@@ -106,7 +106,7 @@ def test_less_bad_ones_and_other_kinds_are_left_out_and_counted(run: Run) -> Non
     bad = findings(run.select(), severity="high")
     assert set(bad.column("severity")) == {"high"}
     rest = sum(one.severity.value != "high" for one in found)
-    assert bad.notes == (f"{rest} findings more, less bad or of other kinds",)
+    assert bad.notes == (f"{rest} other findings are less severe or of other kinds",)
     assert set(findings(run.select(), kind="sample-outlier").column("kind")) == {"sample_outlier"}
 
 

@@ -136,7 +136,7 @@ def test_a_kept_histogram_knows_its_blocks(tmp_path: Path) -> None:
     ours, theirs = (overflow(one.select(), **options).rows for one in pair)
     assert len(ours) == 4
     assert ours == theirs
-    with pytest.raises(UsageError, match="does not know its samples"):
+    with pytest.raises(UsageError, match="does not distinguish samples"):
         overflow(pair[1].select(), format="fp8_e4m3", per_sample=True)
 
 
@@ -287,7 +287,7 @@ def test_samples_of_the_catalogue_have_the_users_names(tmp_path: Path) -> None:
         ("a", 0, 1),
         ("b", 2, 1),
     ]
-    assert table.notes[0] == "1 of 3 records have no samples, and are left out"
+    assert table.notes[0] == "1 of 3 records have no samples and are left out"
     assert overflow(run.select(), by=["layer_idx", "sample"]).column("layer_idx") == [0, 0, 0, 1, 1]
     with pytest.raises(UsageError, match="none of 1 records has samples"):
         overflow(run.select(tensor_name="weight"), per_sample=True)
@@ -376,10 +376,10 @@ def test_integers_have_no_blocks(tmp_path: Path) -> None:
     table = overflow(records, format="mxfp8", scaling="block")
     rows = {row["tensor_name"]: row for row in table.records()}
     assert rows.keys() == {"empty", "scalar"}
-    assert table.notes[0] == "1 records of integers or bool left out: no blocks are made of them"
+    assert table.notes[0] == "1 records of integers or bool are left out: they are not divided into blocks"
     (whole,) = overflow(records, format="mxfp8", scaling="block", by=["rank"]).records()
     assert (whole["records"], whole["elements"], whole["overflow.total"]) == (2, 1, 0)
-    with pytest.raises(UsageError, match="of integers and bool no blocks are made"):
+    with pytest.raises(UsageError, match="integers and bool are not divided into blocks"):
         overflow(records.select(tensor_name="indices"), format="mxfp8", scaling="block")
     assert (rows["empty"]["overflow.total"], rows["empty"]["severity"]) == (0, "none")
     assert (rows["scalar"]["overflow.total"], rows["scalar"]["overflow.underflow.count"]) == (0, 0)

@@ -308,7 +308,7 @@ def test_plots_of_bf16_are_of_that_quant_type(tmp_path: Path) -> None:
     ends = PLOTS["bf16_raw"].draw(found).axes[0].get_xlim()
     assert -4 < ends[0] < ends[1] < 4
     only = PlotData(found.records.select(quant_type="mxfp8"))
-    assert PLOTS["bf16_raw"].missing(only) == "no tensor is of the quant type bf16"
+    assert PLOTS["bf16_raw"].missing(only) == "no tensor has the quant type bf16"
 
 
 def test_letters_of_other_writings_are_drawn_where_a_font_has_them() -> None:
@@ -444,7 +444,7 @@ def test_integers_are_left_out(tmp_path: Path) -> None:
     integers = describe_tensor(np.arange(4), tensor_name="ids")
     both = PlotData(store(tmp_path / "both", [integers, describe_tensor(np.ones(3, dtype=np.float32))]).select())
     assert (len(both), both.num_left_out) == (1, 1)
-    with pytest.raises(NoRecordsError, match="all 1 records are of int64"):
+    with pytest.raises(NoRecordsError, match="all 1 records have dtype int64"):
         PlotData(store(tmp_path / "integers", [integers]).select())
 
 

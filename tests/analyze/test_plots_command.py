@@ -71,12 +71,12 @@ def test_several_kinds_go_into_folders_with_an_index(run: str, tmp_path: Path) -
     index = json.loads((folder / "index.json").read_text())
     assert [one["path"] for one in index["plots"]] == ["overflow_analysis/overflow_histogram.png"]
     assert {one["kind"]: one["why"] for one in index["left_out"]} == {
-        "rank_deviation": "there is one rank: 0; the file of that name is older, and not of this selection",
-        "fp8_scatter": "there is one quant type, bf16: nothing to compare it with",
+        "rank_deviation": "there is only one rank: 0; the existing file of that name shows an earlier selection",
+        "fp8_scatter": "there is only one quant type: bf16",
     }
     readme = (folder / "README.txt").read_text()
     assert "overflow_histogram.png\n      Tensors counted by their overflow ratio" in readme
-    assert "there is one rank: 0" in readme
+    assert "there is only one rank: 0" in readme
 
 
 def test_a_plot_that_cannot_be_written_by_a_process_of_its_own_is_said(run: str, tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_groups_by_another_field(run: str, tmp_path: Path) -> None:
     result = invoke(run, "--kind", "distribution_by_phase", "--by", "tensor_name", "-o", str(path))
     assert result.exit_code == 0
     result = invoke(run, "--kind", "layer_rank_absmax", "--by", "iteration", "-o", str(path))
-    assert (result.exit_code, "there is one iteration" in result.stderr) == (2, True)
+    assert (result.exit_code, "there is only one iteration" in result.stderr) == (2, True)
     for words, message in (
         (["--kind", "overflow_histogram", "--by", "rank"], "overflow_histogram has none"),
         (["--kind", "distribution_by_phase", "--by", "rank"], "not by rank"),
         (["--kind", "layer_rank_absmax", "--by", "phase"], "not by phase"),
-        (["--all", "--by", "phase"], "--by is for the plots that --kind names"),
+        (["--all", "--by", "phase"], "--by and --all exclude each other"),
     ):
         result = invoke(run, *words)
         assert (result.exit_code, message in result.stderr) == (2, True), (words, result.stderr)
@@ -139,7 +139,7 @@ def test_groups_by_another_field(run: str, tmp_path: Path) -> None:
 
 def test_without_a_format_one_is_chosen_and_named(run: str, tmp_path: Path) -> None:
     assert invoke(run, "--kind", "overflow_histogram,overflow", "-o", str(tmp_path)).exit_code == 0
-    said = "No format was named: overflow and underflow are those of fp8_e4m3 with one scale for each tensor."
+    said = "No format was given: overflow and underflow refer to fp8_e4m3 with one scale for each tensor."
     assert json.loads((tmp_path / "index.json").read_text())["notes"] == [said]
 
 
@@ -155,14 +155,14 @@ def test_mistakes_are_named(run: str, tmp_path: Path) -> None:
     for words, code, message in (
         (["--kind", "overflw"], 2, "did you mean overflow or"),
         (["--all", "--kind", "overflow"], 2, "exclude each other"),
-        (["--kind", "rank_deviation"], 2, "there is one rank: 0"),
-        (["-o", str(tmp_path / "a.jpg")], 2, "no plot is written as .jpg"),
+        (["--kind", "rank_deviation"], 2, "there is only one rank: 0"),
+        (["-o", str(tmp_path / "a.jpg")], 2, "plots cannot be written as .jpg"),
         (["--kind", "overflow_histogram", "-o", str(tmp_path)], 2, "is a folder"),
-        (["--kind", "overflow_histogram", "-o", "-"], 2, "--output - is no name"),
+        (["--kind", "overflow_histogram", "-o", "-"], 2, "--output - is not a file name"),
         (["--all", "-o", __file__], 2, "is a file: several plots need a folder"),
         (["--kind", "heatmaps", "-o", "/dev/null/draw"], 1, "the plot cannot be written to /dev/null/draw"),
         (["--kind", "overflow_histogram", "--format", "fp9"], 2, "'fp9'"),
-        (["--kind", "overflow_histogram", "--recipe", "nvfp4"], 2, "--recipe is for plots of recipes"),
+        (["--kind", "overflow_histogram", "--recipe", "nvfp4"], 2, "--recipe is only for plots of recipes"),
         (["--kind", "replay_modules", "--recipe", "nvfp5"], 2, "'nvfp5' is not known"),
     ):
         result = invoke(run, *words)
@@ -201,7 +201,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(StorageError, match="mend the permissions"):
+    with pytest.raises(StorageError, match="change the permissions"):
         write_whole(tmp_path / "plot.png", b"new")
 
 
@@ -248,7 +248,7 @@ def test_what_was_kept_instead_of_values_has_plots(tmp_path: Path) -> None:
     assert [kind.name for kind in written["histogram"].drawn] == ["sweep_panels", "bf16_raw"]
     assert [kind.name for kind in written["statistics"].drawn] == ["bf16_raw"]
     assert [kind.name for kind, _ in written["statistics"].left_out] == ["layer_sample_absmax", "sweep_panels"]
-    assert written["statistics"].notes[1:] == ("Of 1 records statistics alone were kept: they are in no distribution.",)
+    assert written["statistics"].notes[1:] == ("1 records store only statistics: they are in no distribution.",)
 
 
 RECIPES = parse_recipes("mxfp8,mxfp4,nvfp4")
@@ -305,7 +305,7 @@ def test_many_modules_are_layers_and_many_layers_neighbours(data: PlotData, monk
     whole = cells(PLOTS["replay_modules"].draw(data).axes[0])
     layers = drawn(max_layers=12)
     np.testing.assert_array_equal(cells(layers.axes[0]), whole)
-    assert "Each row is a layer: the worst module of it." in {text.get_text() for text in texts(layers)}
+    assert "Each row is a layer, and shows its worst module." in {text.get_text() for text in texts(layers)}
     pairs = drawn(max_layers=6)
     np.testing.assert_array_equal(cells(pairs.axes[0])[:, :3], np.minimum(whole[::2], whole[1::2])[:, :3])
 
@@ -332,9 +332,7 @@ def test_without_recipes_they_are_left_out_of_all_and_usual_ones_are_taken_for_o
     )
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path}/a.png\n")
     data = PlotData(store(tmp_path / "model", model_tensors()).select())
-    assert PLOTS["replay_modules"].missing(data) == (
-        "no recipe was named: --recipe mxfp8,mxfp4,nvfp4 computes products again"
-    )
+    assert PLOTS["replay_modules"].missing(data) == ("no recipe was given: --recipe mxfp8,mxfp4,nvfp4 draws this plot")
 
 
 def test_what_cannot_be_computed_is_said(tmp_path: Path) -> None:

@@ -297,8 +297,8 @@ def test_the_command_answers_with_the_plan_and_writes_it(tmp_path: Path) -> None
         one.module: one.recipe.name for one in plan.modules
     }
     assert sum(row["multiply_adds.ratio"] for row in answer["rows"]) == pytest.approx(1)
-    assert f"products in {plan.relative_gemm_time:.1%} of the time of bf16" in "\n".join(answer["notes"])
-    assert answer["notes"][-1] == f"written to {path}"
+    assert f"products take {plan.relative_gemm_time:.1%} of the time of bf16" in "\n".join(answer["notes"])
+    assert answer["notes"][-1] == f"the plan is written to {path}"
     assert read_plan(path).by_recipe() == plan.by_recipe()
 
 
@@ -333,9 +333,9 @@ def test_a_plan_begins_with_its_exceptions_and_marks_calls_with_twice_the_noise(
         ("d", "nvfp4", 14.9, "worst call 3.1 dB below target"),
     ]
     assert table.notes[:3] == (
-        "3 of 5 layers get nvfp4; not: e (bf16), b (mxfp8)",
+        "3 of 5 layers get nvfp4; exceptions: e (bf16), b (mxfp8)",
         "grad_weight of e is 6 dB below all other layers in nvfp4",
-        "1 of 5 layers hold by less than 1 dB",
+        "1 of 5 layers exceed the target by less than 1 dB",
     )
 
 
@@ -369,12 +369,12 @@ def test_the_gap_of_a_plan_is_in_the_cheapest_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--plan", "plan.yaml"], "--plan is of the plan for a target: give --target-sqnr 18"),
-        (["--target-sqnr", "18", "--by", "rank"], "--by is of products, and --target-sqnr makes a plan of layers"),
-        (["--target-sqnr", "18", "--product", "output"], "--product is of products"),
-        (["--target-sqnr", "18", "--show", "unreplayable"], "--show is of products"),
-        (["--target-sqnr", "18", "--target-bits", "5"], "are two targets"),
-        (["--target-bits", "5", "--by", "rank"], "--by is of products, and --target-bits makes a plan of layers"),
+        (["--plan", "plan.yaml"], "--plan needs a target: give --target-sqnr, such as 18"),
+        (["--target-sqnr", "18", "--by", "rank"], "--by and --target-sqnr exclude each other"),
+        (["--target-sqnr", "18", "--product", "output"], "--product and --target-sqnr exclude each other"),
+        (["--target-sqnr", "18", "--show", "unreplayable"], "--show and --target-sqnr exclude each other"),
+        (["--target-sqnr", "18", "--target-bits", "5"], "exclude each other: give one"),
+        (["--target-bits", "5", "--by", "rank"], "--by and --target-bits exclude each other"),
         (["--target-sqnr", "much"], "has 'much', which is no number of dB"),
         (["--target-sqnr", "18", "--plan", "."], "the plan . cannot be written"),
     ],

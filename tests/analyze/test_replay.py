@@ -66,7 +66,7 @@ def test_rows_are_layers_products_and_recipes_in_their_order(plain: Run) -> None
 def test_attention_has_rows_where_it_is_asked_for(plain: Run) -> None:
     chosen = plain.select(module=["layers.0.attention", "layers.0.attention.query"])
     table = replay(chosen, recipe="mxfp8", attention=True)
-    assert "8 calls of 2 layers by recipes" in table.title
+    assert "8 calls of 2 layers by recipe" in table.title
     rows = {(row["module"], row["product"], row["recipe"]): row for row in table.records()}
     assert [product for _, product, recipe in rows if recipe == "mxfp8"] == [
         *("output", "grad_input", "grad_weight"),
@@ -78,7 +78,7 @@ def test_attention_has_rows_where_it_is_asked_for(plain: Run) -> None:
     assert linear == replay(chosen, recipe="mxfp8").records()
     [product] = {row["product"] for row in replay(chosen, product="grad_value", attention=True).records()}
     assert product == "grad_value"
-    with pytest.raises(UsageError, match="--product grad_value is one of attention: add --attention"):
+    with pytest.raises(UsageError, match="--product grad_value is a product of attention: add --attention"):
         replay(chosen, product="grad_value")
 
 
@@ -117,7 +117,7 @@ def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
     notes = notes_of(table)
     assert "2 products cannot be computed again: no weight was recorded (2); --show unreplayable lists them" in notes
     assert "1 recorded results are not compared: no bias was recorded" in notes
-    assert "of 1 calls no bias is known" in notes
+    assert "the bias of 1 calls is unknown" in notes
     assert "1 recorded results are not the products of the recorded operands" in notes
     assert "d (1)" in notes
     left_out = replay(run.select(), show="unreplayable")
@@ -150,10 +150,10 @@ def test_wrong_questions(plain: Run) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"recipe": "nvfp"}, "recipe 'nvfp' is not known: did you mean nvfp4"),
         ({"recipe": []}, "names nothing"),
-        ({"product": "outputs"}, "--product 'outputs' is none of a linear layer: did you mean output"),
-        ({"by": ["operation"]}, "--by operation is of a tensor, and a row here is of a product: give --by product"),
+        ({"product": "outputs"}, "--product 'outputs' is not a product of a linear layer: did you mean output"),
+        ({"by": ["operation"]}, "--by operation is a field of tensors, but rows are products: use --by product"),
         ({"by": "rank"}, "'rank' is a text, not a list of fields"),
-        ({"by": ["rnk"]}, "--by 'rnk' is no field of a call: did you mean rank"),
+        ({"by": ["rnk"]}, "--by 'rnk' is not a field of calls: did you mean rank"),
     ]
     for options, message in cases:
         with pytest.raises(UsageError, match=message):

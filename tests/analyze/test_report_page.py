@@ -72,7 +72,7 @@ def test_the_first_screen_says_what_is_wrong_and_where(fresh: Page) -> None:
             f"layers.{layer}." in text and word in text and (rank is None or f"rank {rank}" in text) for text in seen
         ), f"nothing of layer {layer}, {word} in {seen}"
     assert all(re.match(r"(high|medium|low)\n", text, re.IGNORECASE) for text in seen)
-    assert all("\nLook closer: ranktape analyze " in text for text in seen)
+    assert all("\nNext command: ranktape analyze " in text for text in seen)
     assert re.match(r"\d+ findings: ", fresh.text("#headline"))
     assert "4 ranks" in fresh.text(".facts")
 
@@ -262,7 +262,7 @@ def test_nan_inf_zero_and_missing_cells_have_colours_of_their_own(chromium: Chro
             assert marks == expected, (metric, against)
             assert (np.array(drawn, dtype=object) == None).tolist() == (np.array(marks, dtype=object) != None).tolist()  # noqa: E711
             words = page.text("#overview-legend").split("\n")
-            assert words == ["no record, or not known", *(["all zero"] if against else []), "Inf", "NaN"]
+            assert words == ["no record, or unknown", *(["all zero"] if against else []), "Inf", "NaN"]
     page.type("#metric", "overflow.nan.ratio")
     (drawn, marks) = page.ask("return document.getElementById('overview-chart').data.map((one) => one.z)")
     assert marks == [[0, None, None], [None] * 3, [None] * 3]
@@ -273,7 +273,7 @@ def test_a_chart_comes_back_after_a_selection_without_one(fresh: Page, records: 
     """Of samples no kurtosis is known, and no record is of rank 9: a sentence says so, and clicks work after it."""
     fresh.type("#columns", "sample")
     fresh.type("#metric", "kurtosis")
-    assert "is not known: choose" in fresh.text("#overview-chart + .empty")
+    assert "is not available for single samples: choose" in fresh.text("#overview-chart + .empty")
     fresh.type("#metric", "absmax")
     fresh.type("#columns", "rank")
     fresh.ask("window.ranktape.filterBy('rank', new Set([9]))")

@@ -90,7 +90,7 @@ def test_a_ratio_just_below_zero_is_zero() -> None:
     text = results_text(Recommendation(sweep_of("flushed")), subject=SUBJECT)
     assert "SQNR: 0.00 dB" in text
     assert "-0.00 dB" not in text
-    assert "No level keeps anything" in text
+    assert "All levels lose nearly everything" in text
 
 
 def test_counts_of_a_legacy_sweep_are_said_to_be_the_original_s() -> None:

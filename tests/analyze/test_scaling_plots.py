@@ -87,8 +87,8 @@ def test_limits_are_where_the_tensor_meets_them() -> None:
 
 def test_where_nothing_is_lost_the_picture_says_so() -> None:
     shown = [text.get_text() for text in texts(draw_panels(sweep_of("all lossless"), name="x"))]
-    assert shown.count("nothing is lost at any level") == 4
-    assert "nothing is beyond them" in shown
+    assert shown.count("no error at any level") == 4
+    assert "no values are beyond the limits" in shown
     none = [text.get_text() for text in texts(draw_summary(sweep_of("zeros"), name="x"))]
     assert none.count("no level: all zero: exact at any scale") == 3
 
@@ -100,13 +100,13 @@ def test_errors_beyond_float64_are_not_taken_for_none(factor: float) -> None:
     for draw in (draw_panels, draw_summary):
         figure = draw(sweep, name="x")
         shown = [text.get_text() for text in readable_texts(figure)]
-        assert "nothing is lost at any level" not in shown
-        assert "beyond float64, or nearly so, at every level" in shown
+        assert "no error at any level" not in shown
+        assert "outside the range of float64 at every level" in shown
     assert "  MSE            beyond float64" in statistics_lines(sweep)
     report = results_text(Recommendation(sweep), subject=SUBJECT)
     assert "     - MSE: beyond float64\n" in report
-    assert "MSE Range: beyond float64\n" in report
-    assert "nothing is lost" not in report
+    assert "MSE Range: outside the range of float64\n" in report
+    assert "no error" not in report
 
 
 def test_titles_keep_the_ends_of_long_names() -> None:

@@ -168,7 +168,7 @@ def test_several_are_compared_with_one_each(parent: Path) -> None:
     both = rows("compare", parent, "--source", "bf16,mxfp8", "--neighbours")
     assert [row for row in both if row.pop("source") == "bf16"] == within
     done = ask("compare", parent, other)
-    assert "here 3 are one side: bf16, deep/files, mxfp8" in done.stderr
+    assert "there are 3: bf16, deep/files, mxfp8" in done.stderr
     store(parent.parent / "shallow", model_tensors(num_layers=1))
     done = ask("compare", reference, other, parent.parent / "shallow")
     assert done.stderr.startswith("Error: ")

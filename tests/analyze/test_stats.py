@@ -290,7 +290,7 @@ def test_each_sample_of_each_record() -> None:
         table = stats(records, per_sample=True)
         assert table.column("sample") == ["7", "b", "1", "2", "3", "4"]
         assert table.column("sample_index") == list(range(6))
-        assert table.notes[0].startswith("1 records left out")
+        assert table.notes[0].startswith("1 records are left out")
         for row, sample in zip(table.records(), array, strict=True):
             values = expected(sample)
             for name in SAMPLE_NAMES:
@@ -327,9 +327,9 @@ def test_samples_without_ids_say_what_an_index_means() -> None:
     assert table.column("rank") == [0, 0, 1, 1]
     assert table.column("sample") == ["0", "1"] * 2
     (note,) = table.notes
-    assert note.startswith("samples have no ids")
-    assert note.endswith("to keep them apart add --by iteration,microbatch")
-    with pytest.raises(UsageError, match="metric 'p50' is not known of samples"):
+    assert note.startswith("samples have no IDs")
+    assert note.endswith("to distinguish them, add --by iteration,microbatch")
+    with pytest.raises(UsageError, match="metric 'p50' is not available for samples"):
         stats(records, metric=["p50"], per_sample=True)
 
 
@@ -361,9 +361,9 @@ def test_the_command_names_the_way_out(run: Records) -> None:
     cases: list[tuple[str, str]] = [
         ("--metric stdd", "no metric 'stdd': use std"),
         ("--neighbours --per-sample", "--neighbours and --per-sample exclude each other"),
-        ("--neighbours --metric std", "--neighbours has metrics of its own"),
+        ("--neighbours --metric std", "--neighbours has its own metrics"),
         ("--by layr", "records have no field 'layr'"),
-        ("--by sample --metric kurtosis", "metric 'kurtosis' is not known of samples"),
+        ("--by sample --metric kurtosis", "metric 'kurtosis' is not available for samples"),
     ]
     for options, message in cases:
         result = ask(run, f"stats {{run}} {options}")

@@ -61,7 +61,7 @@ def test_each_record_has_its_recommended_level(run: Run) -> None:
 def test_a_tensor_of_which_no_level_keeps_anything_has_a_note(run: Run) -> None:
     options = SweepOptions(max_scale_exp=40, min_scale_exp=30)
     notes = sweep(run.select(layer_idx=0), format="fp8_e4m3", options=options).column("note")
-    assert set(notes) == {"no level keeps anything: try smaller scales"}
+    assert set(notes) == {"all levels lose nearly everything: try smaller scales"}
 
 
 def test_every_level_has_a_row_if_asked(run: Run) -> None:
@@ -119,10 +119,10 @@ def test_tensors_without_a_scale_have_a_row_and_a_note(tmp_path: Path) -> None:
     assert rows["zeros"]["exponent"] is None
     assert "tokens" not in rows, "no scale is sought for indices"
     assert table.notes == (
-        "2 of 4 tensors hold NaN or Inf, which are left out of the metrics",
-        "3 of 4 tensors hold no finite number other than zero: no scale",
+        "2 of 4 tensors contain NaN or Inf, which are left out of the metrics",
+        "3 of 4 tensors have no finite nonzero value, and no scale",
     )
-    with pytest.raises(UsageError, match="no record holds floating-point numbers"):
+    with pytest.raises(UsageError, match="no record has floating-point numbers"):
         sweep(records.select(tensor_name="tokens"), format="fp8_e4m3")
     grouped = sweep(records, format="fp8_e4m3", by=["tensor_name"]).records()
     assert grouped[0]["tensor_name"] == "empty"
@@ -359,7 +359,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_samples_are_swept_one_by_one(sampled: Run) -> None:
     table = sweep(sampled.select(), format=["fp8_e4m3", "mxfp4"], by=["sample"])
-    assert "1 of 3 records have no samples, and are left out" in table.notes
+    assert "1 of 3 records have no samples and are left out" in table.notes
     rows = table.records()
     assert [(row["sample"], row["format"], row["records"]) for row in rows] == [
         (str(sample), name, 2) for sample in range(3) for name in ("fp8_e4m3", "mxfp4_e2m1")
@@ -383,7 +383,7 @@ def test_samples_are_swept_one_by_one(sampled: Run) -> None:
 def test_samples_and_fields_make_groups(sampled: Run) -> None:
     rows = sweep(sampled.select(), format="mxfp8", by=["layer_idx", "sample"]).records()
     assert [(row["layer_idx"], row["sample"]) for row in rows] == [(layer, s) for layer in range(2) for s in "012"]
-    with pytest.raises(UsageError, match="none of 1 records has samples"):
+    with pytest.raises(UsageError, match="none of 1 records has stored values and samples"):
         sweep(sampled.select(tensor_name="weight"), format="mxfp8", by=["sample"])
 
 
@@ -394,6 +394,6 @@ def test_the_command_has_samples_and_the_options_of_the_engine(sampled: Run, tmp
     result = invoke("--by", "sample", "--csv", "--no-cache", "--workers", "1")
     assert result.exit_code == 0
     assert [line.split(",")[0] for line in result.stdout.splitlines()] == ["sample", "0", "1", "2"]
-    assert result.stderr == "1 of 3 records have no samples, and are left out\n"
+    assert result.stderr == "1 of 3 records have no samples and are left out\n"
     both = invoke("--by", "sample", "--output-dir", str(tmp_path))
     assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)

@@ -103,7 +103,7 @@ def test_a_broken_file_fails_alone(here: Path) -> None:
     lines = said(result.stdout)
     assert "Successfully processed: good.pt" in lines
     assert "Failed to process: missing.pt: there is no file at missing.pt: check the path" in lines
-    assert any(line.startswith("Failed to process: broken.pt: broken.pt is damaged or cut off") for line in lines)
+    assert any(line.startswith("Failed to process: broken.pt: broken.pt is damaged or truncated") for line in lines)
     assert lines[-7:-4] == ["Total tensors: 5", "Successful: 1", "Failed: 4"]
     (error,) = result.stderr.splitlines()
     assert error.startswith("Error: 4 of 5 tensors could not be swept: broken.pt: ")
@@ -127,7 +127,7 @@ def test_a_folder_of_files_under_any_name_is_a_source(here: Path) -> None:
         "Error: 1 of 5 tensors could not be swept: cut.pt: files/cut.pt was not written by torch.save" in result.stderr
     )
     rest = sweep("files", "--output-dir", "out", "--no-plots", "--skip-unreadable")
-    assert (rest.exit_code, rest.stderr.startswith("1 .pt files left out, cannot be read: ")) == (0, True)
+    assert (rest.exit_code, rest.stderr.startswith("1 .pt files left out, because they cannot be read: ")) == (0, True)
 
 
 def test_tensors_of_one_name_have_directories_of_their_own(here: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(here: Path) -> None:
     result = sweep("a.pt", "--output-dir", "file/out")
     assert (result.exit_code, result.stdout) == (1, "")
     (error,) = result.stderr.splitlines()
-    assert error.startswith("Error: the folder cannot be written to file/out: Not a directory: move aside")
+    assert error.startswith("Error: the folder cannot be written to file/out: Not a directory: move the existing file")
 
 
 def test_a_place_that_is_taken_fails_its_tensor_alone(here: Path) -> None:
@@ -366,7 +366,10 @@ def test_a_place_that_is_taken_fails_its_tensor_alone(here: Path) -> None:
     (here / "out" / "a").write_text("in the way")
     result = sweep("a.pt", "b.pt", "--output-dir", "out", "--no-plots")
     assert result.exit_code == 1
-    assert "Failed to process: a.pt: the folder cannot be written to out/a: File exists: move aside" in result.stdout
+    assert (
+        "Failed to process: a.pt: the folder cannot be written to out/a: File exists: move the existing file"
+        in result.stdout
+    )
     assert names(here / "out" / "b") == ["mxfp_scaling_results_fp8_e4m3.txt", "mxfp_scaling_test_b_fp8_e4m3.log"]
 
 
@@ -407,10 +410,10 @@ def test_indices_of_a_run_are_left_out_and_named(tmp_path: Path) -> None:
     store(tmp_path / "run", [describe_tensor(np.arange(5), tensor_name="tokens"), *model_tensors(num_layers=1)])
     result = sweep(tmp_path / "run", "--json")
     assert (result.exit_code, len(json.loads(result.stdout)["rows"])) == (0, 9)
-    assert result.stderr == "left out: records of integers or bool, for which no scale is sought: 1 of int64\n"
+    assert result.stderr == "left out: records of integers or bool, which are not swept: 1 of int64\n"
     alone = sweep(tmp_path / "run", "--tensor-name", "tokens")
     assert (alone.exit_code, alone.stdout) == (1, "")
-    assert alone.stderr.endswith("has only records of integers or bool, for which no scale is sought: 1 of int64\n")
+    assert alone.stderr.endswith("has only records of integers or bool, which are not swept: 1 of int64\n")
 
 
 def test_failures_of_one_reason_are_one_line_with_a_count(tmp_path: Path) -> None:
@@ -431,7 +434,7 @@ def test_formats_that_kept_histograms_do_not_answer_are_named_once(tmp_path: Pat
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert [row["format"] for row in rows] == ["mxfp4_e2m1", "fp8_e4m3"] * 9
-    assert result.stderr.startswith("nvfp4 left out: the values are needed")
+    assert result.stderr.startswith("nvfp4 left out: they need values")
     assert len(result.stderr.splitlines()) == 1
     alone = sweep(tmp_path / "run", "--format", "nvfp4")
     assert (alone.exit_code, alone.stdout) == (1, "")

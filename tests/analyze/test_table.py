@@ -271,9 +271,9 @@ def test_a_table_draws_lines_against_numbers_and_bars_against_words() -> None:
     assert [[bar.get_height() for bar in group] for group in bars] == [[1.5, 2.5], [4, 5]]
     with pytest.raises(UsageError, match="no column 'absmx'"):
         table.plot(y="absmx")
-    with pytest.raises(UsageError, match="column 'module' holds text, and y takes numbers"):
+    with pytest.raises(UsageError, match="column 'module' contains text values, but y requires numbers"):
         table.plot(y="module")
-    with pytest.raises(UsageError, match="nothing to draw"):
+    with pytest.raises(UsageError, match="nothing to plot"):
         Table(title="t", columns=columns, rows=()).plot()
 
 

@@ -216,7 +216,7 @@ def test_identifiers_of_samples(tmp_path: Path) -> None:
     assert [row["sample_index"] for row in steps(records, sample="7")] == [0, 1]
     table = trace(records, sample="b", engine=UNCACHED)
     assert (table.column("microbatch"), table.column("absmax")) == ([0], [np.abs(array[1].astype(float)).max()])
-    assert "1 records left out" in table.notes[0]
+    assert "1 records are left out" in table.notes[0]
     with pytest.raises(NoRecordsError, match="no record has sample 0: identifiers are 7, 9, b, x"):
         steps(records, sample=0)
 
@@ -226,10 +226,10 @@ def test_what_is_not_there(followed: Run, tmp_path: Path) -> None:
         steps(followed.select(), sample=6)
     with pytest.raises(NoRecordsError, match="no record has sample first"):
         steps(followed.select(), sample="first")
-    with pytest.raises(UsageError, match="metric 'p99' is not known of samples"):
+    with pytest.raises(UsageError, match="metric 'p99' is not available for samples"):
         steps(followed.select(), sample=0, metric=["p99"])
     weights = store(tmp_path, [describe_tensor(np.ones((2, 2), dtype=np.float32))]).select()
-    with pytest.raises(NoRecordsError, match="no dimension of samples is known"):
+    with pytest.raises(NoRecordsError, match="the sample dimension is unknown"):
         steps(weights, sample=0)
 
 

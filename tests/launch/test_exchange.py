@@ -85,7 +85,7 @@ def test_what_is_left_out_is_named_on_stderr(files: Path, tmp_path: Path) -> Non
     result = invoke("analyze", "ls", files, "--skip-unreadable", "--json")
     assert (result.exit_code, len(json.loads(result.stdout)["rows"])) == (0, 3)
     assert broken.name in result.stderr
-    assert "are not under a name that we know" in complaint("import", files, tmp_path / "run", code=1)
+    assert "have unknown names" in complaint("import", files, tmp_path / "run", code=1)
     result = invoke("import", files, tmp_path / "run", "--skip-unreadable")
     assert result.exit_code == 0
     assert result.stdout.startswith("3 tensors stored")
@@ -102,8 +102,8 @@ def test_mistakes_are_one_line(files: Path, tmp_path: Path) -> None:
     assert answer("import", files, tmp_path / "run", "--overwrite").startswith("5 tensors stored")
     assert "no records match --rank 3" in complaint("export", tmp_path / "run", tmp_path / "out", "--rank", "3", code=1)
     high = legacy_file(files, torch.zeros(2), rank=99_999)
-    assert f"{high.name} is of rank 99999" in complaint("import", files, tmp_path / "high", code=2)
-    assert "far beyond" in invoke("import", files, tmp_path / "high", "--skip-unreadable").stderr
+    assert f"{high.name} has rank 99999" in complaint("import", files, tmp_path / "high", code=2)
+    assert "far above" in invoke("import", files, tmp_path / "high", "--skip-unreadable").stderr
     assert "is not a path" in complaint("analyze", "ls", "x" * 5000, code=2)
     assert "is not a path" in complaint("import", "x" * 5000, tmp_path / "long", code=2)
     assert "is the output of an embedding" in complaint(

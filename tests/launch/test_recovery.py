@@ -57,7 +57,7 @@ def test_an_iteration_that_was_cut_off_counts_as_partial(tmp_path: Path) -> None
     [listed] = json.loads(invoke("runs", run, "--json").stdout)["runs"]
     assert (listed["iterations"], listed["num_records"]) == ([0, 10], 24)
     said = invoke("analyze", "ls", run, "--iteration", "30").stderr
-    assert "iterations that can be read are 0, 10, 20" in said
+    assert "readable iterations are 0, 10, 20" in said
 
 
 def test_what_is_wrong_is_listed_and_ends_with_3(run: Path) -> None:

@@ -112,7 +112,7 @@ class Pairing:
         if self.neighbours:
             chosen = chosen.where("layer_idx >= 0")
         if not len(chosen):
-            raise NoRecordsError("no record is of a layer: each has layer_idx -1")
+            raise NoRecordsError("no record belongs to a layer: layer_idx is -1 for all")
         return _without_parameters(chosen) if "phase" in self.names and "tensor_name" not in self.names else chosen
 
     def keys(self, a: Records, b: Records) -> tuple[list[Key], list[Key]]:
@@ -190,9 +190,7 @@ def _without_parameters(records: Records) -> Records:
     """The records of inputs and outputs of modules and their gradients, without parameters."""
     names = sorted(name for name in _different(records, "tensor_name") if not _is_parameter(name))
     if not names:
-        raise NoRecordsError(
-            "no record is of what goes into a module or comes out of it: weights and their gradients do not"
-        )
+        raise NoRecordsError("no record is an input or output of a module: all are weights or their gradients")
     return records.select(tensor_name=names)
 
 
@@ -363,9 +361,9 @@ def _matched(members_a: list[Key], members_b: list[Key], pairing: Pairing) -> It
             several = [field for field, values in zip(fields, columns, strict=False) if len(set(values)) > 1]
             known = dict(zip(_BUT_RANK, left[0], strict=False))
             raise UsageError(
-                f"{len(left)} records of the first side belong to {len(right)} of the second, such as "
-                f"{site_name(*(known[field] for field in _NAME))}: they differ in {', '.join(several)}; leave one of "
-                f"them on a side, with a filter or with --pair {several[-1]}=LEFT:RIGHT"
+                f"{len(left)} records of the first side match {len(right)} of the second, such as "
+                f"{site_name(*(known[field] for field in _NAME))}: they differ in {', '.join(several)}; select one "
+                f"of them with a filter, or with --pair {several[-1]}=LEFT:RIGHT"
             )
         yield from itertools.product(left, right)
 

@@ -93,13 +93,13 @@ def export_records(
         DataError: a record is damaged.
         StorageError: the folder cannot be written, or the store cannot be read.
     """
-    for keep, verb in ((Keep.HISTOGRAM, "was"), (Keep.STATISTICS, "were")):
+    for keep in (Keep.HISTOGRAM, Keep.STATISTICS):
         reduced = records.where(f"keep == '{keep}'")
         if len(reduced):
-            way_out = "of no record the values were kept, so that there is nothing to export"
+            way_out = "no record stores values, so there is nothing to export"
             if len(records.where(f"keep == '{Keep.VALUES}'")):
                 way_out = "leave them out with --where \"keep == 'values'\""
-            raise UsageError(f"of {len(reduced)} records only the {keep} {verb} kept, as of {reduced[0]!r}: {way_out}")
+            raise UsageError(f"{len(reduced)} records store only {keep}, such as {reduced[0]!r}: {way_out}")
     files = _Files(folder, overwrite=overwrite)
     if form is ExportForm.LAYERS:
         _export_layers(records, files, on_record=on_record)
@@ -123,7 +123,7 @@ def _file_name(record: Record, *, sample: int | None, names: set[str]) -> str:
     It contains the index of the sample in the tensor, or the user's ID if the tensor is a single sample.
     """
     if not 0 <= record.timestamp <= LAST_SECOND:
-        raise DataError(f"{record!r} was recorded {record.timestamp} s after 1970, which no name can hold")
+        raise DataError(f"{record!r} has the timestamp {record.timestamp} s, which a file name cannot represent")
     only = _only(record.sample_ids)
     shared = ("iteration", "layer_type", "phase", "component", "quant_type", "rank", "tensor_name")
     fields: dict[str, Any] = {field: getattr(record, field) for field in shared} | {
@@ -318,7 +318,7 @@ class _Files:
                 return True
         if self._overwrite:
             return False
-        raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
+        raise UsageError(f"{path} already exists with other content: add --overwrite, or choose another folder")
 
     def _write(self, name: str, payload: Any) -> None:
         import torch

@@ -146,12 +146,12 @@ def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> d
     found = {field: own[field] for field in _OWN_FIELDS if field in own}
     for field, value in found.items():
         if not _OWN_FIELDS[field](value):
-            raise DataError(f"{place} says {field}={str(value)[:60]!r} of its tensor, which no record can hold")
+            raise DataError(f"{place} has an invalid description: {field}={str(value)[:60]!r}")
     dim, ids = found.get("sample_dim"), found.get("sample_ids")
     if dim is not None and dim >= len(header.shape):
-        raise DataError(f"{place} says sample_dim={dim} of a tensor of {len(header.shape)} dimensions")
+        raise DataError(f"{place} has sample_dim={dim}, but its tensor has {len(header.shape)} dimensions")
     if dim is not None and ids is not None and len(ids) != header.shape[dim]:
-        raise DataError(f"{place} names {len(ids)} samples of a tensor of {header.shape[dim]}")
+        raise DataError(f"{place} lists {len(ids)} samples, but its tensor has {header.shape[dim]}")
     return found
 
 
@@ -375,7 +375,7 @@ class FileTable:
         file = next(file for file in self.files if file.site == record.location.site)
         values = file.values()
         if checksum(values) != record.checksum:
-            raise DataError(f"{file.path} has changed since it was listed: its checksum is not {record.checksum} now")
+            raise DataError(f"{file.path} has changed since it was listed: its checksum is no longer {record.checksum}")
         return values if sample is None else values.take(sample, axis=record.sample_dim)
 
     def parts(self, record: Record) -> Iterator[Any]:
@@ -385,7 +385,7 @@ class FileTable:
     def siblings(self, record: Record) -> Any:
         """Raise `UsageError`: files do not name the other parts of their tensors."""
         raise UsageError(
-            f"{self.url} holds files, and {record.location.site} does not say which other ones are parts of the same "
+            f"{self.url} is a folder of files, and {record.location.site} does not name the other parts of its "
             f"tensor: select them and use assemble(), or 'ranktape import' the folder first"
         )
 

@@ -80,12 +80,12 @@ def import_folder(
     strangers = [name for name in folder.foreign if name.endswith(".pt")]
     if strangers and not skip_unreadable:
         raise DataError(
-            f"{len(strangers)} .pt files in {folder.url} are not under a name that we know, such as {strangers[0]!r}: "
+            f"{len(strangers)} .pt files in {folder.url} have unknown names, such as {strangers[0]!r}: "
             f"move them away, or add --skip-unreadable"
         )
-    left_out = dict.fromkeys(folder.foreign, "not under a name that we know") | folder.unreadable
+    left_out = dict.fromkeys(folder.foreign, "its name is unknown") | folder.unreadable
     if not len(folder):
-        raise DataError(f"{folder.url} holds no tensor that can be read")
+        raise DataError(f"{folder.url} contains no readable tensor")
     # Finds all errors that do not require reading the values before the run is created.
     for_each(lambda file: file.fields(), folder.files, at_once=NUM_THREADS)
     files = _of_fitting_ranks(folder, left_out, is_skipping=skip_unreadable)
@@ -142,12 +142,12 @@ def _of_fitting_ranks(folder: Folder, left_out: dict[str, str], *, is_skipping: 
     beyond = [file for file in folder.files if file.field("rank") > highest]
     if beyond and (highest < 0 or not is_skipping):
         raise UsageError(
-            f"{beyond[0].path.name} is of rank {beyond[0].field('rank')}, and every rank up to it would be committed: "
-            f"with files of {len(ranks)} ranks, {most} are imported at most; write another rank into the names of such "
-            f"files, which counts for more than what is in them"
+            f"{beyond[0].path.name} has rank {beyond[0].field('rank')}, and every rank up to it would be committed: "
+            f"with files of {len(ranks)} ranks, at most {most} ranks are imported; change the rank in the names of "
+            f"such files, which takes precedence over their contents"
             + (", or add --skip-unreadable to leave them out" if highest >= 0 else "")
         )
-    left_out |= {file.path.name: f"rank {file.field('rank')} is far beyond those with files" for file in beyond}
+    left_out |= {file.path.name: f"rank {file.field('rank')} is far above the ranks with files" for file in beyond}
     return [file for file in folder.files if file.field("rank") <= highest]
 
 
@@ -181,7 +181,7 @@ def _imported_before(
         return run.verdict() if iterations <= set(run.iterations) else None
     if not overwrite:
         raise RunExistsError(
-            f"there is a run at {backend.url} already, and not of {source} as it is now: "
+            f"a run already exists at {backend.url}, which was not imported from the current {source}: "
             f"add --overwrite to delete it, or choose another URL"
         )
     return None

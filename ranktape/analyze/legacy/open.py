@@ -100,9 +100,9 @@ def open_folder(path: str | os.PathLike[str], *, skip_unreadable: bool = False) 
 def _no_names(folder: Folder) -> str:
     named = ", ".join(folder.foreign[:MAX_NAMED])
     return (
-        f"{folder.url} holds no run, and no .pt file under a name of one of the legacy tools"
-        + (f" (there is {named})" if named else "")
-        + ": give the folder that they wrote to, or one file"
+        f"{folder.url} contains neither a run nor a .pt file with a name of the legacy tools"
+        + (f" (it contains {named})" if named else "")
+        + ": give the folder of such files, or one file"
     )
 
 
@@ -141,8 +141,8 @@ def _mode(path: Path) -> int | None:
             raise UsageError(f"{shown} is not a path: {error.strerror}, at {len(str(path))} characters") from error
         is_refused = isinstance(error, PermissionError)
         kind = AccessDeniedError if is_refused else StorageError
-        way_out = "mend the permissions" if is_refused else "check the disk or the file server"
-        raise kind(f"{shown} cannot be looked at: {error.strerror or error}: {way_out}") from error
+        way_out = "change the permissions" if is_refused else "check the disk or the file server"
+        raise kind(f"{shown} cannot be accessed: {error.strerror or error}: {way_out}") from error
 
 
 def _is_plain_folder(path: Path, mode: int) -> bool:

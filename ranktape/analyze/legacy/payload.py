@@ -127,7 +127,7 @@ def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
     payload, _ = _load(path)
     tensor = _tensor_of(payload, path, is_first_enough=header.is_first_enough)
     if (_dtype_of(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
-        raise DataError(f"{path} is not what it was when it was listed: it is still written, or was replaced")
+        raise DataError(f"{path} has changed since it was listed: it is still being written, or was replaced")
     dtype = dtype_row(header.dtype).numpy_dtype
     # A view of a larger tensor is copied, so that the rest is not kept in memory.
     is_part = not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > header.nbytes
@@ -175,15 +175,15 @@ def _check_archive(path: Path, *, with_values: bool) -> int:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
-                    raise DataError(f"{path} is not read: {member.filename[:100]!r} in it is compressed")
+                    raise DataError(f"{path} cannot be read: {member.filename[:100]!r} in it is compressed")
                 if member.filename.endswith("/data.pkl") and member.file_size > MAX_NBYTES:
-                    raise DataError(f"{path} is not read: its pickle is longer than {MAX_NBYTES} bytes")
+                    raise DataError(f"{path} cannot be read: its pickle is longer than {MAX_NBYTES} bytes")
             if with_values and archive.testzip() is not None:
-                raise DataError(f"the values in {path} are damaged: they are not what the archive's checksum says")
+                raise DataError(f"the values in {path} are damaged: they do not match the checksum of the archive")
             return max((one.file_size for one in archive.infolist() if "/data/" in one.filename), default=0)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         raise DataError(
-            f"{path} is damaged or cut off: it begins as an archive of torch.save does, and does not end as one"
+            f"{path} is damaged or truncated: it starts like an archive of torch.save, but does not end like one"
         ) from error
 
 
@@ -193,21 +193,21 @@ def _loaded(path: Path, *, is_mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except MemoryError as error:
-        raise DataError(f"{path} is not read: memory has no room for what it declares") from error
+        raise DataError(f"{path} cannot be read: there is not enough memory for the tensor that it declares") from error
     except OSError:
         raise
     except Exception as error:  # an untrusted pickle can raise anything
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{path} is not read: it is damaged, or holds what is neither a dense tensor nor plain data; nothing of it "
-            f"was run ({reason})"
+            f"{path} cannot be read: it is damaged, or contains something other than dense tensors and plain data; "
+            f"none of its code was executed ({reason})"
         ) from error
 
 
 def _check_held(tensor: torch.Tensor, largest: int | None, path: Path) -> None:
     """Check that a tensor's declared storage fits into a member of the archive, which torch does not check."""
     if tensor.numel() and largest is not None and tensor.untyped_storage().nbytes() > largest:
-        raise DataError(f"{path} is damaged or cut off: it holds fewer values than it declares")
+        raise DataError(f"{path} is damaged or truncated: it contains fewer values than it declares")
 
 
 def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tensor:
@@ -227,19 +227,19 @@ def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tens
         if isinstance(payload, dict):
             named = ", ".join(str(name)[:40] for name in list(payload)[:8] if isinstance(name, str))
             what = f"a dictionary of {named or 'nothing'}, without a tensor under 'tensor'"
-        raise DataError(f"{path} holds {what}: give files that hold one tensor each")
+        raise DataError(f"{path} contains {what}: give files that contain one tensor each")
     if found.is_conj() or found.is_neg():
-        raise DataError(f"{path} is not read: its tensor is conjugated; save tensor.resolve_conj().resolve_neg()")
+        raise DataError(f"{path} cannot be read: its tensor is conjugated; save tensor.resolve_conj().resolve_neg()")
     is_dense = found.layout is torch.strided and found.device.type == "cpu" and not found.is_quantized
     if not is_dense or found.is_nested or _dtype_of(found) not in DTYPES or found.dim() > MAX_DIMENSIONS:
         kind = f"{_dtype_of(found)}, {found.layout}, {found.device.type}, {found.dim()} dimensions"
-        raise DataError(f"{path} is not read: its tensor is no dense one of a type that records have ({kind})")
+        raise DataError(f"{path} cannot be read: its tensor is not dense, or has an unsupported type ({kind})")
     if math.prod(max(1, count) for count in found.shape) > MAX_EXTENT:
         raise DataError(f"{path} declares {found.dim()} dimensions with {max(found.shape)} elements in one of them")
     # In an expanded view, one element represents many, and memory would be allocated for all of them.
     if found.numel() * found.element_size() > found.untyped_storage().nbytes():
         raise DataError(
-            f"{path} declares {found.numel()} elements and holds fewer: save tensor.contiguous(), or it is damaged"
+            f"{path} declares {found.numel()} elements and contains fewer: save tensor.contiguous(), or it is damaged"
         )
     return found
 
@@ -270,14 +270,16 @@ def plain(
         nonlocal num_characters
         num_characters += len(text)
         if num_characters > max_characters:
-            raise DataError(f"what {path} says of its tensor is longer than {max_characters} characters")
+            raise DataError(f"the description of the tensor in {path} is longer than {max_characters} characters")
         return text
 
     def convert(entry: Any, depth: int) -> Any:
         nonlocal num_nodes
         num_nodes += 1
         if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise DataError(f"what {path} says of its tensor is larger than {MAX_NODES} values or refers to itself")
+            raise DataError(
+                f"the description of the tensor in {path} has more than {MAX_NODES} values or contains itself"
+            )
         if isinstance(entry, dict):
             return {counted(str(key)): convert(inner, depth + 1) for key, inner in entry.items()}
         if isinstance(entry, torch.Tensor):

@@ -180,7 +180,7 @@ def draw_summary(sweep: ScaleSweep, *, name: str) -> Figure:
 
 
 def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelled: bool) -> None:
-    whose = ", as the original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
+    whose = ", original counts" if sweep.mode is SweepMode.LEGACY and panel.scale is ratio_scale else ""
     entitle(axes, title=panel.title + whose, y=panel.unit, pad=20 if len(panel.lines) > 1 else 6)
     if not sweep.levels:
         empty(axes, f"no level: {sweep.note}")
@@ -199,7 +199,7 @@ def _draw_panel(axes: Axes, panel: MetricPanel, *, sweep: ScaleSweep, is_labelle
     for index, line in enumerate(panel.lines):
         _draw_line(axes, line, sweep=sweep, index=index, is_log=panel.scale is log_scale)
     if panel.scale is ratio_scale and not any(line.metric(level) for line in panel.lines for level in sweep.levels):
-        say(axes, "nothing is beyond them")
+        say(axes, "no values are beyond the limits")
         return
     if len(panel.lines) > 1 and axes.get_legend_handles_labels()[0]:
         # The legend is above the panel, since no position within it is free of points for all tensors.
@@ -228,7 +228,7 @@ def _draw_line(axes: Axes, line: MetricLine, *, sweep: ScaleSweep, index: int, i
     if beyond:
         axes.plot(*zip(*beyond, strict=True), **at_edge, marker="x", markersize=6, color=line.color)
     if len(missing) == len(places) and index == 0:
-        say(axes, "beyond float64, or nearly so, at every level" if beyond else "nothing is lost at any level")
+        say(axes, "outside the range of float64 at every level" if beyond else "no error at any level")
     chosen = sweep.recommended
     assert chosen is not None
     if len(places) == 1:
@@ -276,9 +276,9 @@ def _page(sweep: ScaleSweep, name: str, num_rows: int, num_columns: int, **grid:
         explain(label, color=_LIMIT_COLORS[limit.kind], linestyle="--", linewidth=1.2)
     if any(map(is_lossless, sweep.levels)):
         edge: dict[str, Any] = {"marker": "^", "markersize": 7, "markerfacecolor": "white"}
-        explain("nothing is lost: infinite ratio, error 0", linestyle="", color="0.3", **edge)
+        explain("no error: infinite ratio", linestyle="", color="0.3", **edge)
     if any(not is_lossless(level) and not is_drawable(level.mse) for level in sweep.levels):
-        beyond = "beyond float64, or nearly so: too large or too small to be drawn"
+        beyond = "outside the range of float64: too large or too small to be drawn"
         explain(beyond, linestyle="", color="0.3", marker="x", markersize=6)
     return page
 

@@ -32,10 +32,10 @@ BOX_METRICS = ("mse", "cosine", "psnr", "sqnr", "mae", "relative_error")
 """The metrics of the recommended level in the box of statistics."""
 
 MODE_WORDS = {
-    SweepMode.MX: "scales of blocks, a whole offset is added to the exponent of each",
+    SweepMode.MX: "one scale for each block, an integer offset is added to the exponent of each",
     SweepMode.TENSOR: "one scale for the tensor",
     SweepMode.CHANNEL: "one scale for each channel, an offset is added to the exponent of each",
-    SweepMode.LEGACY: "one scale for the tensor in bfloat16 arithmetic, that of the older tool",
+    SweepMode.LEGACY: "one scale for the tensor, in the bfloat16 arithmetic of the legacy tool",
 }
 """A one-line description of each mode."""
 
@@ -54,13 +54,13 @@ def subject_lines(subject: Subject) -> Iterator[str]:
     """The lines about the tensor before the sweep."""
     yield f"Tensor: {subject.name}"
     yield f"Source: {subject.source}"
-    as_what = "" if subject.judged_as == subject.dtype else f", judged as {subject.judged_as}"
+    as_what = "" if subject.judged_as == subject.dtype else f", evaluated as {subject.judged_as}"
     yield f"Shape: {list(subject.shape)}, Data Type: {subject.dtype}{as_what}"
 
 
 def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
     """The lines about the values of the tensor and the parameters of the sweep."""
-    spoiled = f", spoiled by NaN or Inf in their block: {sweep.spoiled}" if sweep.spoiled else ""
+    spoiled = f", in a block with NaN or Inf: {sweep.spoiled}" if sweep.spoiled else ""
     yield f"Elements: {sweep.num_elements}, NaN: {sweep.nan}, Inf: {sweep.inf}, zeros: {sweep.zero}{spoiled}"
     if sweep.minimum is not None and sweep.maximum is not None:
         yield f"Value Range: [{sweep.minimum:.6e}, {sweep.maximum:.6e}]"
@@ -78,7 +78,7 @@ def parameter_lines(sweep: ScaleSweep) -> Iterator[str]:
         yield "Scales: fp8_e4m3 for each block, float32 for the tensor" if sweep.scheme.has_tensor_scale else rule
     yield f"Rounding: {rounding_of(sweep)}"
     if counted_as(sweep):
-        yield "Original counts are those of the older tool, of all elements: overflow above the largest value,"
+        yield "Original counts are those of the legacy tool, of all elements: overflow above the largest value,"
         yield "  underflow below the smallest subnormal value, flushed below the smallest normal value"
     if sweep.levels:
         ends = f"{exponent_text(sweep.levels[0].exponent)} to {exponent_text(sweep.levels[-1].exponent)}"
@@ -123,12 +123,12 @@ def analysis_lines(found: Recommendation) -> Iterator[str]:
         yield f"     - {named.get(name, name.upper())}: {metric_text(name, level)}"
     yield f"     - {_shares(sweep, chosen)}"
     if found.keeps_nothing:
-        yield "   No level keeps anything: this one is no worse than the others"
+        yield "   All levels lose nearly everything: this one is no worse than the others"
     mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
     lowest, highest = cosine_text(cosine.lowest), cosine_text(cosine.highest)
     yield from _section("PERFORMANCE ANALYSIS:")
     yield (
-        "MSE Range: beyond float64"
+        "MSE Range: outside the range of float64"
         if found.is_mse_beyond
         else f"MSE Range: {mse.lowest:.6e} to {mse.highest:.6e} (delta: {mse.width:.6e})"
     )
@@ -172,7 +172,7 @@ def limit_lines(found: Recommendation) -> Iterator[str]:
             rest = f", {flushed} {whose.lower()}flushed to zero" if kind == "underflow" else ""
             yield f"  {share} {whose.lower()}{kind}{rest}"
     yield from _section("OVERFLOW/UNDERFLOW RECOMMENDATIONS:")
-    yield from found.advice.limits or ("Nothing to avoid",)
+    yield from found.advice.limits or ("No levels to avoid",)
     if found.least_bad is not None:
         yield f"Least problematic scaling: {exponent_text(found.least_bad.level.exponent)}"
         yield f"   {_shares(sweep, found.least_bad)}"
@@ -265,7 +265,7 @@ def cosine_text(cosine: float) -> str:
 
 def decibel_text(ratio: float, level: Level) -> str:
     """A ratio of a level in dB; infinite if nothing is lost. Negative zero is shown as zero."""
-    return f"{round(ratio, 2) + 0.0:.2f} dB" + (" (nothing is lost)" if is_lossless(level) else "")
+    return f"{round(ratio, 2) + 0.0:.2f} dB" + (" (no error)" if is_lossless(level) else "")
 
 
 def square_text(level: Level) -> str:
@@ -309,10 +309,10 @@ def limits_of(sweep: ScaleSweep) -> list[Limit]:
     if not sweep.levels:
         return []
     if sweep.mode in {SweepMode.MX, SweepMode.CHANNEL}:
-        rule = f"scales as rule {sweep.options.rule.value!r} gives them"
+        rule = f"scales of rule {sweep.options.rule.value!r}"
         if sweep.scheme.has_tensor_scale:
             rule = "tensor scale from the largest value"
-        return [Limit("rule", 0.0, rule if sweep.mode is SweepMode.MX else "largest value of each channel just fits")]
+        return [Limit("rule", 0.0, rule if sweep.mode is SweepMode.MX else "largest value of each channel aligned")]
     row, smallest = sweep.target, math.log2(sweep.smallest)
     flush = f"smallest |x| becomes {row.min_subnormal:.3g}, the smallest nonzero"
     normal = f"smallest |x| becomes {row.min_normal:.3g}, the smallest normal"
@@ -332,7 +332,7 @@ def statistics_lines(sweep: ScaleSweep) -> list[str]:
             "elements": f"{sweep.num_elements:,}",
             "NaN": f"{sweep.nan:,}",
             "Inf": f"{sweep.inf:,}",
-            "spoiled": f"{sweep.spoiled:,}" if sweep.spoiled else "",
+            "NaN/Inf block": f"{sweep.spoiled:,}" if sweep.spoiled else "",
             "zeros": f"{sweep.zero:,}",
             "minimum": "" if sweep.minimum is None else f"{sweep.minimum:.4g}",
             "maximum": "" if sweep.maximum is None else f"{sweep.maximum:.4g}",
@@ -358,11 +358,11 @@ def statistics_lines(sweep: ScaleSweep) -> list[str]:
             "factor": factor_text(level.scale),
             "score": f"{level.score:.4f}",
         } | {
-            labels.get(name, METRICS[name].label): metric_text(name, level).removesuffix(" (nothing is lost)")
+            labels.get(name, METRICS[name].label): metric_text(name, level).removesuffix(" (no error)")
             for name in BOX_METRICS
         }
         losses = {kind: share_text(Verdict(level).ratio(kind)) for kind in ("overflow", "underflow", "flushed")}
-        sections.setdefault("AS THE ORIGINAL COUNTS" if counted_as(sweep) else "\nRECOMMENDED", {}).update(losses)
+        sections.setdefault("ORIGINAL COUNTS" if counted_as(sweep) else "\nRECOMMENDED", {}).update(losses)
     lines = []
     for heading, entries in sections.items():
         lines += [*heading.splitlines(), *(f"  {name:<15}{text}" for name, text in entries.items() if text)]

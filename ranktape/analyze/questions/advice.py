@@ -360,23 +360,23 @@ def _advice(found: Recommendation) -> Advice:
 def _on_metrics(found: Recommendation) -> list[str]:
     mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
     return [
-        "MSE of some levels is beyond float64, too large or too small a square: PSNR tells the levels apart"
+        "the MSE of some levels is outside the range of float64: compare the levels by PSNR"
         if found.is_mse_beyond
-        else "MSE hardly depends on the scale: any of the levels will do"
+        else "MSE hardly depends on the scale: all levels are suitable"
         if mse.variation is Variation.STABLE
-        else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale with care",
+        else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale carefully",
         f"cosine similarity is stable, within {cosine.width:.2g}: the scale hardly changes the tensor's direction"
         if cosine.variation is Variation.STABLE
         else f"cosine similarity varies, from {cosine.lowest:.6f} to {cosine.highest:.6f}: "
         "the scale changes the tensor's direction",
-        f"PSNR moves by {psnr.width:.2f} dB: {_OF_PSNR[psnr.variation]}",
+        f"PSNR varies by {psnr.width:.2f} dB: {_OF_PSNR[psnr.variation]}",
     ]
 
 
 _OF_PSNR = {
     Variation.STABLE: "the scale has limited influence on quality",
-    Variation.MODERATE: "the scale matters to quality",
-    Variation.VARIES: "the scale decides over quality",
+    Variation.MODERATE: "the scale affects quality",
+    Variation.VARIES: "the scale determines quality",
 }
 
 
@@ -387,9 +387,9 @@ def _on_limits(found: Recommendation) -> list[str]:
         what = "overflow, and more than 1 % underflow" if both else "overflow" if stretch.overflows else "underflow"
         said.append(f"avoid {_levels(found, stretch.exponents)}: more than 1 % of the values {what}")
     if any(stretch.overflows for stretch in found.avoid):
-        said.append("values that overflow are saturated: the largest of the tensor are lost")
+        said.append("values that overflow are saturated: the largest values are lost")
     if any(stretch.underflows for stretch in found.avoid):
-        said.append("values that underflow keep fewer significand bits or become zero: the smallest are lost")
+        said.append("values that underflow lose significand bits or become zero: the smallest values are lost")
     if found.optimal is not None:
         said.append(f"free of significant overflow and underflow: {_levels(found, found.optimal)}")
     if found.keeps_nothing:
@@ -402,8 +402,8 @@ def _on_limits(found: Recommendation) -> list[str]:
     chosen = found.recommended
     if chosen is not None and chosen.severity is not LossSeverity.NONE:
         said.append(
-            f"the recommended level has {chosen.severity} overflow or underflow itself ({_parts(chosen)}) "
-            "and still the best score"
+            f"the recommended level also has {chosen.severity} overflow or underflow ({_parts(chosen)}), "
+            "but the best score"
         )
     return said
 
@@ -411,34 +411,34 @@ def _on_limits(found: Recommendation) -> list[str]:
 def _conclusion(found: Recommendation, level: Level) -> list[str]:
     scheme, word, ties = found.sweep.scheme.name, found.word, found.as_good
     if found.keeps_nothing:
-        said = [f"no level keeps anything of the tensor in {scheme}: try {found.direction} scales"]
+        said = [f"all levels lose nearly everything in {scheme}: try {found.direction} scales"]
     else:
         said = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
         if ties is not None and ties.minimum != ties.maximum:
-            said.append(f"{_levels(found, ties)} are equally good: no more is lost there, to 0.01 dB of SQNR")
+            said.append(f"{_levels(found, ties)} are equally good: their SQNR is within 0.01 dB")
         if is_lossless(level):
-            said.append("nothing is lost there")
+            said.append("it loses nothing")
         elif found.position is not None:
             said.append(_OF_POSITION[found.position] + _OF_DIRECTION.get((found.position, found.direction), ""))
     if found.original_choice is not None:
         exponent = found.original_choice.exponent
-        same = " as well" if exponent == level.exponent else ""
-        said.append(f"the tool that legacy mode reproduces would recommend {word} {exponent:.4g}{same}")
+        same = ", too" if exponent == level.exponent else ""
+        said.append(f"the legacy tool recommends {word} {exponent:.4g}{same}")
     return said
 
 
 _OF_POSITION = {
-    Position.BALANCED: "it is balanced between overflow and underflow: larger and smaller scales are no better",
-    Position.LARGEST: "it is at the edge, the largest scale that was tried: ",
-    Position.SMALLEST: "it is at the edge, the smallest scale that was tried: ",
+    Position.BALANCED: "it is balanced between overflow and underflow: larger and smaller scales are not better",
+    Position.LARGEST: "it is the largest scale that was tried: ",
+    Position.SMALLEST: "it is the smallest scale that was tried: ",
     Position.ONLY: "it is the only scale that was tried",
 }
 
 _OF_DIRECTION = {
     (Position.LARGEST, "larger"): "a larger one may be better",
-    (Position.LARGEST, "neither"): "nothing overflows there, so that a larger one will hardly be better",
+    (Position.LARGEST, "neither"): "nothing overflows, so a larger one is unlikely to be better",
     (Position.SMALLEST, "smaller"): "a smaller one may be better",
-    (Position.SMALLEST, "neither"): "nothing underflows there, so that a smaller one will hardly be better",
+    (Position.SMALLEST, "neither"): "nothing underflows, so a smaller one is unlikely to be better",
     (Position.ONLY, "larger"): ": values overflow, a larger one may be better",
     (Position.ONLY, "smaller"): ": values underflow, a smaller one may be better",
 }
@@ -452,7 +452,7 @@ def _levels(found: Recommendation, exponents: Range) -> str:
 def _parts(verdict: Verdict) -> str:
     overflow, underflow, flushed = (f"{verdict.ratio(kind):.2%}" for kind in ("overflow", "underflow", "flushed"))
     if isinstance(verdict.level, LegacyLevel):
-        return f"as the original counts: overflow {overflow}, underflow {underflow}, flushed {flushed}"
+        return f"original counts: overflow {overflow}, underflow {underflow}, flushed {flushed}"
     return f"overflow {overflow}, underflow {underflow}, of which {flushed} become zero"
 
 

@@ -91,19 +91,19 @@ def compare(
         pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
         return rows.table(pairs)
 
-    asked, each = (records, "for itself") if other is None else (other, f"with {printable(records.reader.url)}")
+    asked, each = (records, "within itself") if other is None else (other, f"with {printable(records.reader.url)}")
     if other is not None and len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
-        raise UsageError(f"one source is compared with others, and here {len(records.sources)} are one side: {named}")
+        raise UsageError(f"the reference must be a single source, but there are {len(records.sources)}: {named}")
     if len(asked.sources) <= 1:
         return ask(asked)
-    return ask_each(asked, ask, title=f"{len(asked.sources)} sources compared, each {each}")
+    return ask_each(asked, ask, title=f"{len(asked.sources)} sources, each compared {each}")
 
 
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
     if b is None and not pairing.names:
         raise UsageError(
-            "nothing says what is compared with what: give a second run, or within one run --pair FIELD=LEFT:RIGHT "
+            "it is not specified what to compare: give a second run, or for a single run --pair FIELD=LEFT:RIGHT "
             "(such as operation=forward:backward) or --neighbours"
         )
     if pairing.neighbours and (b is not None or pairing.fields):
@@ -181,7 +181,7 @@ class _PairRows:
             return counted
         diverging = [pair for pair in pairs if pair.diverges]
         if not diverging:
-            return f"no divergence: {counted}" + (", none by more than is tolerated" if num_differing else "")
+            return f"no divergence: {counted}" + (", none beyond the tolerance" if num_differing else "")
         first = min(diverging, key=lambda pair: pair.order)
         return f"first divergence: {self._place(first)} ({counted}, {len(diverging)} diverge)"
 
@@ -189,20 +189,21 @@ class _PairRows:
         yield from map(printable, self._matching.unmatched())
         alone = sum(pair.differences is None for pair in pairs)
         if alone:
-            yield f"{alone} pairs are compared by their distributions alone: shapes differ, or values were not kept"
+            yield f"{alone} pairs are compared only by their distributions: shapes differ, or values are not stored"
         copies = sum(pair.a.has_differing_copies or pair.b.has_differing_copies for pair in pairs)
         if copies:
-            others = "ranks that should hold the same recorded other bits: see 'ranktape analyze findings'"
-            yield f"in {copies} pairs {others}"
+            yield (
+                f"in {copies} pairs, ranks that should have equal copies recorded different bits: "
+                "see 'ranktape analyze findings'"
+            )
         unknown = sum(pair.diverges is None for pair in pairs) if self._judge.is_same_tensor else 0
         if unknown:
-            why = f"no noise floor, no {self._judge.metric}"
-            yield f"of {unknown} pairs it is not known whether they diverge: {why}"
+            yield f"whether {unknown} pairs diverge is unknown: they have no noise floor, or no {self._judge.metric}"
 
     def _pair_columns(self) -> tuple[Column, ...]:
         noise = (
-            Column(name="noise.floor", kind=Kind.FLOAT, head=f"floor of {self._judge.metric}", is_detail=False),
-            Column(name="noise.ratio", kind=Kind.FLOAT, head="over floor"),
+            Column(name="noise.floor", kind=Kind.FLOAT, head=f"noise floor of {self._judge.metric}", is_detail=False),
+            Column(name="noise.ratio", kind=Kind.FLOAT, head="over noise floor"),
         )
         ours, theirs = map(identity_columns, self._sides)
         return (
@@ -276,7 +277,7 @@ class _PairRows:
         what = site_name(mine["module"], mine["layer_type"], mine["layer_idx"], *(mine[field] for field in fields))
         where = f"iteration {mine['iteration']} microbatch {mine['microbatch']} rank {mine['rank']}"
         if pair.differences is None:
-            return printable(f"{where}: {what} (distributions alone)")
+            return printable(f"{where}: {what} (distributions only)")
         apart = pair.differences.num_apart
         how = f"NaN or Inf on one side in {apart} elements" if apart else f"{self._judge.metric} {pair.value:.4g}"
         return printable(f"{where}: {what}, {how}")

@@ -115,7 +115,7 @@ def distribution(
     answer, seen = ANSWERS[look], view or View.COMPUTE
     known = records.where(f"keep != '{Keep.STATISTICS}'")
     if not len(known):
-        raise NoRecordsError("of no record values were kept, nor how often each occurs: statistics say nothing of bins")
+        raise NoRecordsError("no record stores values or a histogram: statistics contain no distribution")
     groups = group_records(known, by=by)
     *keys, count = groups.columns
     heads = list(groups.heads)
@@ -126,7 +126,7 @@ def distribution(
         counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(
-        title=f"{answer.title} of the values, {how_seen(seen)}",
+        title=f"{answer.title}, {how_seen(seen)}",
         columns=(*keys, replace(count, is_key=True), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
         notes=tuple(_notes(counts, num_without=len(records) - len(known), is_exact=is_exact, is_complex=is_complex)),
@@ -141,7 +141,7 @@ def _options(
     for name, value in {"bins": bins, "per_binade": per_binade, "points": points, "format": formats or None}.items():
         if value is not None and look not in _OWNERS[name]:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} says nothing about --kind {look}: it is for {' and '.join(_OWNERS[name])}")
+            raise UsageError(f"{flag} does not apply to --kind {look}: it is for {' and '.join(_OWNERS[name])}")
     return LookOptions(
         bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
         per_binade=_checked("per_binade", 1 if per_binade is None else per_binade, most=MAX_PER_BINADE),
@@ -160,18 +160,18 @@ def _holder(name: str) -> Format:
     row = parse_format(name)
     if not row.is_signed:
         names = ", ".join(NARROW_FORMATS)
-        raise UsageError(f"format {name!r} is one of scales, and holds no values: give one of {names}")
+        raise UsageError(f"format {name!r} is a format of scales, not of values: use one of {names}")
     return row
 
 
 def _notes(counts: Mapping[str, int], *, num_without: int, is_exact: bool, is_complex: bool) -> Iterator[str]:
     yield f"{counts['nan']} NaN and {counts['inf']} Inf are in no bin; {counts['zero']} values are zero"
     if num_without:
-        yield f"{num_without} records left out: of them statistics were kept, and no values"
+        yield f"{num_without} records are left out: they store only statistics"
     if not is_exact:
-        yield "many values of more than 16 bits: below any number is 2^-10 of them more, or less, at most"
+        yield "many values wider than 16 bits: cumulative shares are within 2^-10 of the exact ones"
     if is_complex:
-        yield "of complex values the larger part of each is counted"
+        yield "complex values are counted by the larger of their parts"
 
 
 Rows = Iterator[tuple[Any, ...]]
@@ -279,8 +279,8 @@ def _held_cells(held: HeldRange) -> tuple[Any, ...]:
 
 _FATES = {
     "above": "above",
-    "normal": "with all bits",
-    "subnormal": "with fewer",
+    "normal": "normal",
+    "subnormal": "subnormal",
     "flushed": "flushed",
     "zero": "zero",
     "nan": "NaN",
@@ -307,13 +307,13 @@ def _zipped(*columns: NDArray[Any]) -> Rows:
 
 
 _EDGES = ("lower float from", "upper float to")
-_COUNT = ("count integer", "ratio ratio of all in bins")
-_RELATIVE = "relative_density bar of the largest"
+_COUNT = ("count integer", "ratio ratio share in bins")
+_RELATIVE = "relative_density bar relative density"
 
 ANSWERS: Mapping[Look, LookAnswer] = {
-    Look.LINEAR: LookAnswer("histogram", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),
+    Look.LINEAR: LookAnswer("histogram of the values", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),
     Look.NORMALISED: LookAnswer(
-        "histogram, normalised to [0, 1],",
+        "histogram of the values, normalised to [0, 1]",
         _columns(
             "normalised.lower float from",
             "normalised.upper float to",
@@ -327,36 +327,36 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         _normalised,
     ),
     Look.LOG2: LookAnswer(
-        "histogram in binades",
+        "histogram of the values in binades",
         (
-            *_columns(*_EDGES, _COUNT[0], "negative integer of them negative", _COUNT[1]),
+            *_columns(*_EDGES, _COUNT[0], "negative integer negative", _COUNT[1]),
             Column(name="density", kind=Kind.FLOAT, unit="per binade"),
             *_columns(_RELATIVE),
         ),
         _log2,
     ),
     Look.EXPONENTS: LookAnswer(
-        "powers of two",
+        "values by power of two",
         _columns(
             "exponent integer",
             *_EDGES,
             _COUNT[0],
-            "ratio ratio of all",
-            "normal_in list aligned: all bits in",
-            "subnormal_in list fewer bits in",
-            ".unscaled.normal_in list without a scale: all bits in",
+            "ratio ratio share",
+            "normal_in list with a scale: normal in",
+            "subnormal_in list subnormal in",
+            ".unscaled.normal_in list without a scale: normal in",
         ),
         _exponents,
     ),
     Look.FORMATS: LookAnswer(
-        "what formats hold",
+        "values in each format",
         _columns(
             "format text",
             "scale text",
             "scale_exponent integer scale 2^",
-            "highest_exponent integer holds up to 2^",
-            "lowest_normal_exponent integer with all bits from 2^",
-            "lowest_exponent integer from 2^",
+            "highest_exponent integer largest 2^",
+            "lowest_normal_exponent integer smallest normal 2^",
+            "lowest_exponent integer smallest 2^",
             *(
                 text
                 for fate, head in _FATES.items()
@@ -366,7 +366,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         _formats,
     ),
     Look.NORMAL: LookAnswer(
-        "normal fit",
+        "normal distribution fitted to the values",
         _columns(
             "finite integer",
             "mean float",
@@ -374,14 +374,14 @@ ANSWERS: Mapping[Look, LookAnswer] = {
             "skewness float",
             "kurtosis float",
             "ks_distance float KS distance",
-            "ks_p_value float its p value",
+            "ks_p_value float KS p-value",
             "qq_correlation cosine QQ correlation",
         ),
         _normal,
     ),
     Look.QQ: LookAnswer(
-        "quantiles beside those of the normal fit",
-        _columns("probability float", "theoretical float of the fit", "observed float of the values"),
+        "quantiles of the values and of the fitted normal distribution",
+        _columns("probability float", "theoretical float fitted", "observed float observed"),
         _qq,
     ),
 }

@@ -95,12 +95,12 @@ class FindingsTable(Table):
         for row in self.records():
             yield row["severity"], printable(row["title"]), _COLORS[Severity(row["severity"])]
             yield "", printable(row["evidence"]), ""
-            for head, titles in (("alike", row["alike"]), ("follows", row["consequences"])):
+            for head, titles in (("similar", row["alike"]), ("leads to", row["consequences"])):
                 shown = titles if wide else titles[:MAX_FOLLOWING]
                 for number, text in enumerate(shown):
                     yield head if not number else "", printable(text), "dim"
                 if len(titles) > len(shown):
-                    yield "", f"and {len(titles) - len(shown)} more: --wide names them", "dim"
+                    yield "", f"and {len(titles) - len(shown)} more: --wide lists them", "dim"
             if row["command"]:
                 # Commands are not wrapped, so that they can be copied.
                 yield "next", row["command"], "cyan"
@@ -152,7 +152,7 @@ def findings(
     chosen = [one for one in found if one.severity.order <= least.order and (not kinds or one.kind in kinds)]
     rest = len(found) - len(chosen)
     table = findings_table(chosen, num_records=len(records), url=records.reader.url)
-    more = f"{rest} findings more, less bad or of other kinds" if rest else ""
+    more = f"{rest} other findings are less severe or of other kinds" if rest else ""
     return dataclasses.replace(table, notes=tuple(filter(None, (*table.notes, unread_note(records), more))))
 
 

@@ -34,7 +34,7 @@ def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
         ]
         columns = (*group_columns(fields), Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"))
         return Table(title="", columns=columns, rows=counted, notes=(note,))
-    notes = [f"{note}; --wide names the file of each", *_folder_notes(records)] if are_files(records) else [note]
+    notes = [f"{note}; --wide shows the file of each", *_folder_notes(records)] if are_files(records) else [note]
     columns = (
         *identity_columns(records),
         Column(name="nbytes", kind=Kind.NBYTES, unit="bytes", head="size"),
@@ -57,6 +57,6 @@ def _brief(word: Any) -> str:
     if isinstance(word, dict) and word.keys() == {"tensor", "shape", "values"}:
         return f"{word['tensor']}{word['shape']}"
     if isinstance(word, dict | list):
-        return f"of {len(word)}"
+        return f"{len(word)} entries"
     text = str(word)
     return text if len(text) <= _MAX_BRIEF else text[:_MAX_BRIEF] + "..."

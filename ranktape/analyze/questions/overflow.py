@@ -83,8 +83,8 @@ SEVERITY_COLUMNS = (
 
 
 NEXT_FORMAT = (
-    "little or nothing is beyond the limits of the dtype: --format fp8_e4m3 says what an 8-bit format would lose with "
-    "a scale for each tensor, and with --scaling none what a cast loses"
+    "few or no values are beyond the limits of the dtype: --format fp8_e4m3 shows what an 8-bit format would lose with "
+    "a scale for each tensor, and with --scaling none what a cast would lose"
 )
 """The note if no format was named and nothing severe happens in the dtype itself."""
 
@@ -182,7 +182,7 @@ _SAID = {
     "overflow.inf.ratio": "infinite",
     "overflow.ratio": "overflow",
     "overflow.underflow.ratio": "underflow",
-    "overflow.flushed.ratio": "become zero",
+    "overflow.flushed.ratio": "flushed",
 }
 """The losses that a verdict names for the worst row."""
 
@@ -306,7 +306,7 @@ def _title(targets: Sequence[Target], *, view: View) -> str:
         f"medium: > {MEDIUM_RATIO:.1%}, > {medium:.0%}"
     )
     if not targets:
-        whose = "the dtype that was captured" if view is View.SEEN else "the dtype that was computed with"
+        whose = "the captured dtype" if view is View.SEEN else "the compute dtype"
         return f"overflow and underflow against the limits of {whose}; {severity}"
     if len(targets) > 1:
         return f"overflow and underflow in {', '.join(target.title for target in targets)}; {severity}"
@@ -372,7 +372,7 @@ def overflow_begins(places: Places) -> Table:
                 found = ordered[ratios[ordered] > above]
                 rows.append((*start, name, *limits[number], *_cells(places, fields, ratios, found)))
     return Table(
-        title="where it begins: the first iteration, in it the first record in execution order, the lowest rank",
+        title="first occurrence: by iteration, then execution order, then rank",
         columns=(
             *(places.columns if places.by else ()),
             Column(name="kind", kind=Kind.TEXT),
@@ -380,7 +380,7 @@ def overflow_begins(places: Places) -> Table:
             *_place_columns(places),
         ),
         rows=tuple(rows),
-        notes=(*places.notes, f"underflow and flushed begin above {MEDIUM_RATIO:.1%} of a record's elements"),
+        notes=(*places.notes, f"underflow and flushed occur above {MEDIUM_RATIO:.1%} of a record's elements"),
     )
 
 
@@ -399,9 +399,9 @@ def _place_columns(places: Places) -> tuple[Column, ...]:
             )
             for field in (*PLACE_FIELDS, *file, *sample)
         ),
-        Column(name="first.ratio", kind=Kind.RATIO, head="there"),
+        Column(name="first.ratio", kind=Kind.RATIO, head="ratio"),
         Column(name="first.num_ranks", kind=Kind.INTEGER, head="ranks"),
-        Column(name="first.ranks", kind=Kind.LIST, head="which", is_detail=True),
+        Column(name="first.ranks", kind=Kind.LIST, head="rank list", is_detail=True),
     )
 
 
@@ -530,12 +530,12 @@ def find_places(
         sizes = [len(found) for found in names]
         if not any(sizes):
             raise UsageError(
-                f"none of {len(chosen)} records has samples that can be told apart: "
+                f"none of {len(chosen)} records has samples that can be distinguished: "
                 f"leave out --per-sample and --by sample"
             )
         owners, samples = np.repeat(owners, sizes), [name for found in names for name in found]
         if num_without := sizes.count(0):
-            notes.append(f"{num_without} of {len(chosen)} records have no samples, and are left out")
+            notes.append(f"{num_without} of {len(chosen)} records have no samples and are left out")
     counted = chosen.take([place for place, size in enumerate(sizes) if size]) if sizes is not None else chosen
     sizes = None if sizes is None else [size for size in sizes if size]
     if targets:
@@ -545,7 +545,7 @@ def find_places(
     is_mask = additive_masks(chosen)[owners]
     counts = [_without_masks(one, is_mask) for one in every]
     if num_masks := np.unique(owners[counts[0]["masked"] > 0]).size:
-        notes.append(f"in {num_masks} records -Inf is that of an additive mask: it is no overflow")
+        notes.append(f"in {num_masks} records, -Inf belongs to an additive mask and does not count as overflow")
     return Places(
         records=chosen,
         targets=tuple(targets),
@@ -570,9 +570,11 @@ def _countable(records: Records, targets: Sequence[Target]) -> tuple[Records, li
         return records, []
     chosen = sweepable(records)
     if not len(chosen):
-        raise UsageError("no record holds floating-point numbers, and of integers and bool no blocks are made")
+        raise UsageError("no record has floating-point numbers: integers and bool are not divided into blocks")
     left_out = len(records) - len(chosen)
-    return chosen, [f"{left_out} records of integers or bool left out: no blocks are made of them"] if left_out else []
+    return chosen, [
+        f"{left_out} records of integers or bool are left out: they are not divided into blocks"
+    ] if left_out else []
 
 
 def _counts(
@@ -748,6 +750,6 @@ def _refuse(records: Records, *, are_samples: bool) -> None:
     (kept,) = np.nonzero(records.column("keep") == Keep.HISTOGRAM)
     if kept.size and are_samples:
         raise UsageError(
-            f"of {records[int(kept[0])]!r} the histogram was kept, which does not know its samples: "
+            f"{records[int(kept[0])]!r} stores only a histogram, which does not distinguish samples: "
             f"leave such records out with --where \"keep == 'values'\""
         )

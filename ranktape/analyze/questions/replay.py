@@ -153,7 +153,7 @@ class _ReplayQuestion:
         """The table of one source, or of several sources together."""
         if len(records.sources) <= 1 and SOURCE not in self.by:
             return ask(records)
-        return ask_each(records, ask, title=f"products of layers of {len(records.sources)} sources")
+        return ask_each(records, ask, title=f"products of the layers of {len(records.sources)} sources")
 
     def left_out(self, records: Records) -> Table:
         """The table of products that cannot be replayed."""
@@ -171,8 +171,8 @@ class _ReplayQuestion:
         kind = "" if self.has_attention else "linear "
         num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
         return Table(
-            title=f"products of {len(calls.calls)} calls of {num_layers} {kind}layers by recipes, "
-            "against the same products of the recorded operands in float32",
+            title=f"errors of the products of {len(calls.calls)} calls of {num_layers} {kind}layers by recipe, "
+            "relative to the products of the recorded operands in float32",
             columns=(*group_columns(fields)[:-1], *COLUMNS),
             rows=tuple(
                 (*group_row({**group.key}, num_records=0)[:-1], *_cells(group, replayed, places)) for group in groups
@@ -191,20 +191,20 @@ def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
     known = list(dict.fromkeys((*PRODUCTS, *(ATTENTION_PRODUCTS if has_attention else ()))))
     for name in products:
         if not has_attention and name in ATTENTION_PRODUCTS and name not in PRODUCTS:
-            raise UsageError(f"--product {name} is one of attention: add --attention")
+            raise UsageError(f"--product {name} is a product of attention: add --attention")
         if name not in known:
             layers = "these layers" if has_attention else "a linear layer"
-            raise UsageError(f"--product {name!r:.60} is none of {layers}: {nearest(name, known)}")
+            raise UsageError(f"--product {name!r:.60} is not a product of {layers}: {nearest(name, known)}")
 
 
 def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, given: Mapping[str, Any]) -> None:
     if target_sqnr is None and target_bits is None:
-        raise UsageError("--plan is of the plan for a target: give --target-sqnr 18 or --target-bits 6, or others")
+        raise UsageError("--plan needs a target: give --target-sqnr, such as 18, or --target-bits, such as 6")
     if target_sqnr is not None and target_bits is not None:
-        raise UsageError("--target-sqnr and --target-bits are two targets: leave one of the two out")
+        raise UsageError("--target-sqnr and --target-bits exclude each other: give one")
     for name in (name for name, value in given.items() if value):
         target = "target-bits" if target_sqnr is None else "target-sqnr"
-        raise UsageError(f"--{name} is of products, and --{target} makes a plan of layers: leave one of the two out")
+        raise UsageError(f"--{name} and --{target} exclude each other: a precision plan has one row for each layer")
 
 
 def _written(planned: PrecisionPlan, path: Path | None) -> Table:
@@ -213,7 +213,7 @@ def _written(planned: PrecisionPlan, path: Path | None) -> Table:
     if path is None:
         return table
     write_plan(planned, path)
-    return dataclasses.replace(table, notes=(*table.notes, f"written to {path}"))
+    return dataclasses.replace(table, notes=(*table.notes, f"the plan is written to {path}"))
 
 
 def _plan_table(plan: PrecisionPlan) -> Table:
@@ -245,20 +245,20 @@ def _plan_table(plan: PrecisionPlan) -> Table:
         )
     margins = [one.margin(plan.target_sqnr) for one in plan.modules]
     if num_near := sum(margin is not None and margin < _NEAR for margin in margins):
-        notes.append(f"{num_near} of {len(plan.modules)} layers hold by less than {_NEAR:g} dB")
+        notes.append(f"{num_near} of {len(plan.modules)} layers exceed the target by less than {_NEAR:g} dB")
     if plan.bits_by_target:
         told = [f"{plan.bits_by_target[target]:.3g} at {target}" for target in _TOLD_TARGETS]
-        notes.append(f"bits an element by target in dB: {', '.join(told)}")
-    notes += [f"of all multiply-adds {', '.join(shares)}"] if shares else []
+        notes.append(f"bits per element by target in dB: {', '.join(told)}")
+    notes += [f"multiply-adds: {', '.join(shares)}"] if shares else []
     if shares:
         notes.append(
-            f"{plan.mean_bits:.3g} bits an element; products in {plan.relative_gemm_time:.1%} of the time of bf16, "
-            "where hardware has the recipes, without what quantising takes"
+            f"{plan.mean_bits:.3g} bits per element; products take {plan.relative_gemm_time:.1%} of the time of bf16 "
+            "on hardware with these recipes, without the time for quantising"
         )
-    notes.append("expected SQNR of all calls together, against the products of the recorded operands in float32")
+    notes.append("the SQNR is that of all calls combined, relative to the products of the recorded operands in float32")
     target = ", ".join(f"{product} {decibels:g}" for product, decibels in plan.target_sqnr.items())
     return Table(
-        title=f"cheapest recipes of {len(plan.modules)} linear layers that hold, in dB: {target}",
+        title=f"cheapest recipes of {len(plan.modules)} linear layers that reach the target SQNR in dB: {target}",
         columns=(
             key_column("module", is_detail=False),
             *PLAN_COLUMNS,
@@ -302,7 +302,7 @@ def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedMo
         return count
     named = [f"{printable(one.module)} ({one.recipe.name})" for one in exceptions[:_FEW]]
     more = f" and {len(exceptions) - _FEW} more" if len(exceptions) > _FEW else ""
-    return f"{count}; not: {', '.join(named)}{more}"
+    return f"{count}; exceptions: {', '.join(named)}{more}"
 
 
 def _mark(one: PlannedModule, target_sqnr: Mapping[str, float]) -> str | None:
@@ -315,9 +315,9 @@ def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
     """The fields of a row: the requested ones, or the layer by default, and always the product and the recipe."""
     for name in by:
         if name in IDENTITY and name not in GROUP_FIELDS:
-            raise UnknownFieldError(f"--by {name} is of a tensor, and a row here is of a product: give --by product")
+            raise UnknownFieldError(f"--by {name} is a field of tensors, but rows are products: use --by product")
         if name not in GROUP_FIELDS:
-            raise UnknownFieldError(f"--by {name!r:.60} is no field of a call: {nearest(name, GROUP_FIELDS)}")
+            raise UnknownFieldError(f"--by {name!r:.60} is not a field of calls: {nearest(name, GROUP_FIELDS)}")
     layers = "module" if any(records.column("module").tolist()) else "layer_idx"
     return tuple(dict.fromkeys((*with_stacks(by or (layers,), records), "product", "recipe")))
 
@@ -325,8 +325,8 @@ def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
 def _check_calls(calls: RecordedCalls) -> None:
     if not calls.calls and not calls.left_out:
         raise NoRecordsError(
-            "no product of a linear layer is selected: filters choose products by their results, output, grad_input "
-            f"and grad_weight, of layers whose layer_type or component is {LINEAR}"
+            "no product of a linear layer is selected: filters select products by their results (output, grad_input "
+            f"and grad_weight), of layers with the layer_type or component {LINEAR}"
         )
     if not calls.calls:
         raise NoRecordsError(f"{_none_of(calls)}; --show unreplayable lists them")
@@ -368,17 +368,17 @@ def _worst_first(table: Table) -> Table:
 def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> Iterator[str]:
     """Notes about what was compared and what was not."""
     calls = replayed.calls
-    yield f"{RECORDED}: the recorded result in the place of a recipe's: what the training's own rounding cost"
-    yield "against recorded: the recipe's product against the recorded result"
+    yield f"{RECORDED}: the error of the recorded results, from the training's own rounding"
+    yield "against recorded: the recipe's product relative to the recorded result"
     if has_bias:
-        yield "bias: the mean error over its standard error; beyond 4 or so, and below -4, it is no chance"
+        yield "bias: the mean error over its standard error; magnitudes above about 4 are significant"
     for recipe in recipes:
         modules = {call.field("module"): calls.recipe_of(call, recipe) for call in calls.calls}
         num_left = sum(own != recipe for own in modules.values())
         if num_left:
             yield f"{recipe.name} leaves {num_left} of {len(modules)} modules in bf16"
     if any(call.samples for call in calls.calls):
-        yield "of each sample its own rows of the products; scales are those of the whole call, with all its samples"
+        yield "each sample has its own rows of the products; scales are those of the whole call with all samples"
     num_lost = int(replayed.exact[:, ErrorSums.__slots__.index("num_lost")].sum())
     if num_lost:
         yield f"{num_lost} elements are NaN or infinite where the product of the recorded operands is finite"
@@ -391,12 +391,12 @@ def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> 
     unknown = sum("output" in call.rows and not call.is_bias_known for call in calls.calls)
     if unknown:
         yield (
-            f"of {unknown} calls no bias is known: what all tokens of an output have in common beyond their products "
-            "is left out of what was recorded"
+            f"the bias of {unknown} calls is unknown: the part that all tokens of a recorded output share beyond their "
+            "products is subtracted from it"
         )
     assembled = sum(call.is_assembled for call in calls.calls)
     if assembled:
-        yield f"{assembled} calls are put together from what all ranks of a mesh recorded"
+        yield f"{assembled} calls are assembled from the records of all ranks of a mesh"
     yield from _unlike_notes(replayed)
 
 
@@ -407,7 +407,7 @@ def _unlike_notes(replayed: Replayed) -> Iterator[str]:
         unlike = Counter(replayed.calls.calls[place].field("module") for place in replayed.places[is_unlike])
         yield (
             f"{unlike.total()} recorded results are not the products of the recorded operands (SQNR below {_UNLIKE:g} "
-            f"dB), so that these are not what the layer multiplied: {_counted(unlike)}"
+            f"dB), so the layer multiplied other values: {_counted(unlike)}"
         )
 
 
@@ -424,7 +424,7 @@ def _counted(counts: Counter[str]) -> str:
 def _left_out_table(calls: RecordedCalls) -> Table:
     """The table of products that cannot be replayed."""
     return Table(
-        title=f"{len(calls.left_out)} products that cannot be computed again from what was recorded",
+        title=f"{len(calls.left_out)} products that cannot be computed again from the records",
         columns=(
             *(key_column(field, is_detail=field in _DETAILS) for field in CALL_FIELDS),
             Column(name="product", kind=Kind.TEXT, is_key=True),

@@ -79,7 +79,7 @@ def stats(
     if neighbours and has_samples:
         raise UsageError("--neighbours and --per-sample exclude each other: samples are not compared between layers")
     if neighbours and names:
-        raise UsageError("--neighbours has metrics of its own: leave out --metric")
+        raise UsageError("--neighbours has its own metrics: leave out --metric")
     if neighbours:
         return _beside_next(records, by=by, view=look, engine=engine)
     if has_samples:
@@ -105,17 +105,17 @@ _EXACT, _NEAR, _UNKNOWN = "exact", "within 2^-8", "unknown"
 def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
     """Notes about rows whose percentiles are approximate (code 1) or missing (code 2)."""
     said = {
-        1: "of many values wider than 16 bits: their percentiles are values within 2^-8 of the right ones, "
+        1: "have many values wider than 16 bits: their percentiles are within 2^-8 of the exact ones, "
         "and their ranks within 2^-10",
-        2: "complex, or kept as statistics: they have no percentiles",
+        2: "have no percentiles: they are complex, or store only statistics",
     }
     counts = np.bincount(precision, minlength=3).tolist()
-    return tuple(f"{counts[code]} of {len(precision)} rows are {text}" for code, text in said.items() if counts[code])
+    return tuple(f"{counts[code]} of {len(precision)} rows {text}" for code, text in said.items() if counts[code])
 
 
 def how_seen(view: View) -> str:
     """The text about a view in a title."""
-    return "as they were captured" if view is View.SEEN else "rounded to what the operation computed in"
+    return "as captured" if view is View.SEEN else "rounded to the compute dtype"
 
 
 def samples_together(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Floats]:
@@ -170,7 +170,7 @@ def sample_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(parse_metric(name).name for name in metrics))
     for name in names:
         if name not in SAMPLE_NAMES:
-            raise UsageError(f"metric {name!r} is not known of samples: use one of {', '.join(SAMPLE_NAMES)}")
+            raise UsageError(f"metric {name!r} is not available for samples: use one of {', '.join(SAMPLE_NAMES)}")
     return names
 
 
@@ -189,7 +189,7 @@ def _sample_table(
     samples, owners, places = (one[is_named] for one in (known.samples, known.owners, known.sample_indices))
     if not owners.size:
         raise NoRecordsError(
-            "no record has samples that can be told apart: their sample_dim is not known, or no values were kept"
+            "no record has samples that can be distinguished: their sample_dim is unknown, or no values are stored"
         )
     names = [named[owner][place] for owner, place in zip(owners.tolist(), places.tolist(), strict=True)]
     starts, heads = np.arange(len(owners)), list[Cells]()
@@ -223,12 +223,12 @@ def _sample_table(
 
 def _sample_notes(num_without: int, *, by: Sequence[str], has_ids: bool) -> Iterator[str]:
     if num_without:
-        yield f"{num_without} records left out: no dimension of samples is known, or no values were kept"
+        yield f"{num_without} records are left out: their sample dimension is unknown, or no values are stored"
     apart = [field for field in ("iteration", "rank", "microbatch") if field not in by]
     if by and apart and not has_ids:
         yield (
-            f"samples have no ids, and an index means another sample in each iteration, rank and microbatch: "
-            f"to keep them apart add --by {','.join(apart)}"
+            f"samples have no IDs, and an index is another sample in each iteration, rank and microbatch: "
+            f"to distinguish them, add --by {','.join(apart)}"
         )
 
 
@@ -291,9 +291,7 @@ def _beside_next(records: Records, *, by: Sequence[str], view: View, engine: Eng
         sites += [records.column(field).tolist() for field in _SITE]
     pairs = _pairs(zip(*sites, strict=True) if sites else [()] * len(layers), layers, ranks)
     if not pairs:
-        raise NoRecordsError(
-            "no record has a neighbour: the selection has no site with two values of layer_idx from 0 on"
-        )
+        raise NoRecordsError("no record has a neighbour: no site of the selection occurs in two layers with an index")
     partners: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for pair in pairs.items():
         for place in pair:
@@ -312,7 +310,7 @@ def _beside_next(records: Records, *, by: Sequence[str], view: View, engine: Eng
     numbers = (Column(name=name, kind=Kind.FLOAT, head=head, is_detail=detail) for name, head, detail, _ in _BESIDE)
     next_layer = Column(name="next.layer_idx", kind=Kind.INTEGER, head="next layer")
     return Table(
-        title="each layer beside the next: ratios are the next one's metric over its own",
+        title="each layer compared with the next: ratios are the metric of the next layer over that of this one",
         columns=(*groups.columns, next_layer, *numbers, *_DISTANCES),
         rows=tuple((*heads[first], layers[pairs[first]], *rows[first]) for first in firsts),
     )

@@ -62,7 +62,7 @@ BEST_BY = ("mse", "cosine", "psnr")
 
 SCHEME_COLUMNS = (
     Column(name="format", kind=Kind.TEXT, is_key=True),
-    Column(name="sweep_mode", head="levels", kind=Kind.TEXT, is_key=True),
+    Column(name="sweep_mode", head="mode", kind=Kind.TEXT, is_key=True),
 )
 """The columns that identify the format and the kind of levels of a row."""
 
@@ -105,8 +105,8 @@ TENSOR_COLUMNS = (
 CHOICE_COLUMNS = (
     Column(name="best_format", kind=Kind.TEXT),
     Column(name="best_format_bits", head="bits", kind=Kind.FLOAT, is_detail=True),
-    Column(name="best_format_sqnr", head="its SQNR", kind=Kind.FLOAT, unit="dB"),
-    Column(name="meets_target", head="enough", kind=Kind.TEXT),
+    Column(name="best_format_sqnr", head="best SQNR", kind=Kind.FLOAT, unit="dB"),
+    Column(name="meets_target", head="meets target", kind=Kind.TEXT),
 )
 """The columns of the narrowest format that reaches the target SQNR, or of the best one if none does."""
 
@@ -137,7 +137,7 @@ def cells_of(found: ScaleSweep) -> SweptCells:
     notes = [found.note] if found.note else []
     if chosen is not None and keeps_nothing(found.levels):
         direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
-        notes.append(f"no level keeps anything: try {direction} scales")
+        notes.append(f"all levels lose nearly everything: try {direction} scales")
     return SweptCells(
         scheme=found.scheme,
         mode=found.mode,
@@ -203,9 +203,10 @@ def with_samples(records: Records) -> tuple[Records, str]:
     left_out = len(records) - len(chosen)
     if not len(chosen):
         raise UsageError(
-            f"none of {len(records)} records has samples that can be told apart, and values: leave sample out of --by"
+            f"none of {len(records)} records has stored values and samples that can be distinguished: "
+            "leave sample out of --by"
         )
-    return chosen, f"{left_out} of {len(records)} records have no samples, and are left out" if left_out else ""
+    return chosen, f"{left_out} of {len(records)} records have no samples and are left out" if left_out else ""
 
 
 def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
@@ -223,8 +224,8 @@ def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence
     if Keep.HISTOGRAM not in keeps or not left_out or len(left_out) == len(jobs):
         return jobs, ""
     return [job for job in jobs if job.scheme.name not in left_out], (
-        f"{', '.join(left_out)} left out: the values are needed, and of some records their histograms were kept, which "
-        f"answer mx formats in blocks of {MX_BLOCK_SIZE}, tensor and legacy mode; --where \"keep == 'values'\" leaves "
+        f"{', '.join(left_out)} left out: they need values, and some records store only histograms, which support "
+        f"mx formats with blocks of {MX_BLOCK_SIZE}, tensor and legacy mode; --where \"keep == 'values'\" leaves "
         "out such records instead"
     )
 
@@ -350,7 +351,7 @@ def levels_table(swept: Sequence[Swept]) -> Table:
             if not found.levels:
                 rows.append((*own, *(None,) * len(level_columns), found.note))
     return Table(
-        title=f"every level in {_formats(swept)}",
+        title=f"all levels in {_formats(swept)}",
         columns=(*start_columns, *level_columns, NOTE_COLUMN),
         rows=tuple(rows),
         notes=tuple(_notes(swept)),
@@ -405,8 +406,8 @@ COMMON_COLUMNS = (
     _column("common_exponent", head="common exponent"),
     _column("common_scale", is_detail=True),
     _column("common_score", is_detail=True),
-    _column("median_common_price", head="its median price", unit="dB"),
-    _column("worst_common_price", head="worst price", unit="dB"),
+    _column("median_common_price", head="median loss", unit="dB"),
+    _column("worst_common_price", head="worst loss", unit="dB"),
 )
 """The columns of the best common scale or offset of a group, and the loss of SQNR due to sharing it."""
 
@@ -439,7 +440,10 @@ def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target
         title=f"recommended scales in {_formats(swept)}, each tensor with its own scale, and the best common scale",
         columns=(*keys, *SCHEME_COLUMNS, count, *metric_columns, *COMMON_COLUMNS, *CHOICE_COLUMNS),
         rows=tuple(rows),
-        notes=(*_notes(swept), f"enough: an SQNR of {target_sqnr:g} dB with the best level of every tensor"),
+        notes=(
+            *_notes(swept),
+            f"meets target: an SQNR of at least {target_sqnr:g} dB at the best level of every tensor",
+        ),
     )
 
 
@@ -500,10 +504,10 @@ def _notes(swept: Sequence[Swept]) -> Iterator[str]:
     counts = [dict(zip(COUNTED, one[0].counts, strict=True)) for one in cells]
     num_special = sum(1 for one in counts if one["nan"] or one["inf"])
     if num_special:
-        yield f"{num_special} of {len(swept)} tensors hold NaN or Inf, which are left out of the metrics"
+        yield f"{num_special} of {len(swept)} tensors contain NaN or Inf, which are left out of the metrics"
     num_without = sum(1 for one in cells if one[0].recommended[0] is None)
     if num_without:
-        yield f"{num_without} of {len(swept)} tensors hold no finite number other than zero: no scale"
+        yield f"{num_without} of {len(swept)} tensors have no finite nonzero value, and no scale"
 
 
 def sweep(
@@ -538,13 +542,13 @@ def sweep(
     check_shape(by=by, with_levels=with_levels, target_sqnr=target_sqnr)
     if not isinstance(records, Records):
         if by:
-            raise UsageError(f"by={list(by)} groups records, and this is an array: leave it out")
+            raise UsageError(f"by={list(by)} is only for records, not for an array: leave it out")
         sweeps = sweep_numbers(numbers_of(records), asked)
         alone = [Swept(sweeps=sweeps, cells=tuple(map(cells_of, sweeps)))]
         return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
     chosen, notes = sweepable(records), [""]
     if not len(chosen):
-        raise UsageError("no record holds floating-point numbers, and for integers and bool no scale is sought")
+        raise UsageError("no record has floating-point numbers: integers and bool are not swept")
     if SAMPLE in by:
         chosen, notes[0] = with_samples(chosen)
     jobs, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))

@@ -415,7 +415,7 @@ def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Seque
     others = Counter(dtype for dtype in chosen.column("dtype").tolist() if not is_sweepable(dtype))
     members = sweepable(chosen)
     counts = ", ".join(f"{count} of {dtype}" for dtype, count in sorted(others.items()))
-    what = f"records of integers or bool, for which no scale is sought: {counts}"
+    what = f"records of integers or bool, which are not swept: {counts}"
     if not len(members):
         raise NoRecordsError(f"{printable(selection.run)} has only {what}")
     if others:

@@ -74,17 +74,21 @@ def trace(
         rows.append((number, *identities[position], index, *cells, change, first))
     left_out = len(records) - len(rows)
     return Table(
-        title="the way through the model" if sample is None else f"the way of sample {sample} through the model",
+        title="path through the model" if sample is None else f"path of sample {sample} through the model",
         columns=(
             Column(name="step", kind=Kind.INTEGER),
             *identity_columns(records),
             Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True),
             *(parse_metric(name).column() for name in chosen),
-            Column(name="absmax.binades", kind=Kind.FLOAT, unit="binades", head="absmax changes in"),
+            Column(name="absmax.binades", kind=Kind.FLOAT, unit="binades", head="absmax change in"),
             Column(name="first", kind=Kind.TEXT, head="first"),
         ),
         rows=tuple(rows),
-        notes=((f"{left_out} records left out: they have no such sample, or no values were kept",) if left_out else ()),
+        notes=(
+            (f"{left_out} records are left out: they do not have this sample, or no values are stored",)
+            if left_out
+            else ()
+        ),
     )
 
 
@@ -165,6 +169,6 @@ def _no_sample(records: Records, sample: int | str) -> str:
         sizes = [int(size) for size in records.column("batch_size").tolist() if not math.isnan(size)]
         if sizes:
             return f"no record has sample {sample}: batches have up to {max(sizes)} samples, counted from 0"
-        return f"no record has sample {sample}: no dimension of samples is known, or no values were kept"
+        return f"no record has sample {sample}: the sample dimension is unknown, or no values are stored"
     identifiers = sorted({str(one) for text in records.column("sample_ids").tolist() for one in json.loads(text) or []})
     return f"no record has sample {sample}: identifiers are {', '.join(identifiers[:8])}, {len(identifiers)} in all"

@@ -55,7 +55,9 @@ def trend(
         UsageError: there is no such metric, or `by` names the iteration.
     """
     if "iteration" in by:
-        raise UsageError("by 'iteration' is not allowed: a trend goes along it; leave it out, or see 'analyze stats'")
+        raise UsageError(
+            "by 'iteration' is not allowed: a trend is over iterations; leave it out, or use 'ranktape analyze stats'"
+        )
     chosen = [parse_metric(name) for name in words(metric)]
     if not chosen:
         raise UsageError("a trend needs a metric: give one, such as absmax")

@@ -77,7 +77,7 @@ def refuse_strangers(to: str, **given: object) -> None:
     for name, value in given.items():
         if value not in (None, (), False) and to not in OWNERS[name]:
             allowed = " or ".join(f"--to {one}" for one in OWNERS[name])
-            raise UsageError(f"--{name.replace('_', '-')} is for {allowed}, and not for --to {to}")
+            raise UsageError(f"--{name.replace('_', '-')} is only for {allowed}, not for --to {to}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Exported:
 
     def message(self) -> str:
         """The message for the user: the result and the next step."""
-        kept = "; it was there already" if self.is_kept else ""
+        kept = "; it already exists" if self.is_kept else ""
         return f"{self.place}: {self.what}{kept}\n{self.next_step}"
 
 
@@ -139,18 +139,18 @@ def export_view(
     if to == "parquet":
         path = _folder(target) / PARQUET
         data, what = _parquet(records, metrics, view=view, engine=engine)
-        next_step = "open it: SELECT in DuckDB, read_parquet of pandas and polars"
+        next_step = "to open it: SELECT in DuckDB, read_parquet in pandas or polars"
     else:
         path = _folder(target) / EVENTS
         found = points(records, metrics=metrics, has_histograms=not no_histograms, by=by, view=view, engine=engine)
         drawn = _pictures(records, kinds, must_be_there=bool(named), view=view, engine=engine)
         data, what = _event_file(found, drawn)
-        next_step = f"look at it: tensorboard --logdir {shlex.quote(target)}"
+        next_step = f"to view it: tensorboard --logdir {shlex.quote(target)}"
     with writing(path, what="export", option="folder"):
         is_there = path.is_file()
         is_kept = is_there and path.stat().st_size == len(data) and path.read_bytes() == data
     if is_there and not (is_kept or overwrite):
-        raise UsageError(f"{path} is there and holds something else: add --overwrite, or choose another folder")
+        raise UsageError(f"{path} already exists with other content: add --overwrite, or choose another folder")
     if not is_kept:
         write_whole(path, data, what="export", option="folder")
     return Exported(place=str(path), what=what, is_kept=is_kept, next_step=next_step)
@@ -163,14 +163,14 @@ def _folder(target: str) -> Path:
         UsageError: the target is a URL, an invalid path, or a file.
     """
     if "://" in target:
-        raise UsageError(f"{target} is a URL, and files are written to a folder of this machine: name one")
+        raise UsageError(f"{target} is a URL, but files are written to a local folder: give one")
     path = Path(target)
     try:
         is_file = path.exists() and not path.is_dir()
     except (OSError, ValueError) as error:
-        raise UsageError(f"{target} is not a path: {error}: name a folder") from error
+        raise UsageError(f"{target} is not a path: {error}: give a folder") from error
     if is_file:
-        raise UsageError(f"{target} is a file: name a folder")
+        raise UsageError(f"{target} is a file: give a folder")
     return path
 
 
@@ -210,7 +210,7 @@ def _event_file(points: Sequence[Point], pictures: Mapping[str, bytes]) -> tuple
     num_scalars = sum(len(point.metrics) for point in points)
     amount = _counted(scalar=num_scalars, histogram=num_histograms, picture=len(pictures))
     places, iterations = ({getattr(point, name) for point in points} for name in ("place", "iteration"))
-    return stream.getvalue(), f"{amount} of {_counted(place=len(places), iteration=len(iterations))}"
+    return stream.getvalue(), f"{amount} of {_counted(group=len(places), iteration=len(iterations))}"
 
 
 def _events(points: Sequence[Point], pictures: Mapping[str, bytes]) -> Iterator[Event]:
@@ -310,7 +310,7 @@ def points(
         UsageError: `by` contains the iteration, or a metric is unknown.
     """
     if "iteration" in by:
-        raise UsageError("by 'iteration' is not allowed: what is exported goes along it; leave it out")
+        raise UsageError("by 'iteration' is not allowed: iterations are exported as steps; leave it out")
     chosen = [parse_metric(name) for name in dict.fromkeys(metrics or METRICS)]
     fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))

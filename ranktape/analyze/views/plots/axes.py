@@ -251,4 +251,4 @@ def draw_bands(axes: Axes, bands: Axes, exponents: NDArray[np.int64], *, is_name
 def band_handles() -> list[Artist]:
     """The legend entries of bands."""
     subnormal = Patch(facecolor=SKY, hatch="////", edgecolor="white")
-    return [key(Patch(facecolor=BLUE), "normal numbers of a format"), key(subnormal, "its subnormal ones")]
+    return [key(Patch(facecolor=BLUE), "normal numbers of a format"), key(subnormal, "subnormal numbers of a format")]

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 NOTE = (
     "Boxes: quartiles and median; whiskers: 5th and 95th percentile; points: tensors beyond them. "
-    "Zeros have no place on an axis of powers of two and are left out."
+    "Zeros are left out, because the axis is logarithmic."
 )
 
 MAX_POINTS = 300
@@ -104,7 +104,7 @@ def boxes(data: PlotData, row: Plot, *, panels: str = "general") -> Figure:
         rows = [box_values(data, group, panel) for group in groups]
         name(axes, title=panel.title, pad=20 if panel.has_limits else 6)
         if not any(values.size for values in rows):
-            empty(axes, "no tensor has one")
+            empty(axes, "not available for any tensor")
             continue
         for number, (group, values) in enumerate(zip(groups, rows, strict=True)):
             _draw_box(axes, values, row=number, group=group)
@@ -197,7 +197,7 @@ def loss_bars(data: PlotData, row: Plot) -> Figure:
         known = np.nan_to_num(shares[index])
         axes.barh(places, known, height=width * 0.9, color=color, hatch=hatch, edgecolor="white", linewidth=0.5)
         for place, share, drawn in zip(places.tolist(), shares[index].tolist(), known.tolist(), strict=True):
-            text = "not known" if math.isnan(share) else share_text(share)
+            text = "unknown" if math.isnan(share) else share_text(share)
             _note(axes, text, (drawn, place), (4, 0), va="center", ha="left", fontsize=SMALL_SIZE - 1)
         page.handles.append(key(Patch(facecolor=color, hatch=hatch, edgecolor="white"), words))
     name_rows(axes, [group.label for group in groups])
@@ -217,7 +217,7 @@ def upper_against_lower(data: PlotData, row: Plot) -> Figure:
     groups, note = groups_of(data, row)
     upper, lower = data.share("upper"), data.share("lower")
     num_clean = int(((upper == 0) & (lower == 0)).sum())
-    clean = f"{num_clean:,} of {len(data):,} tensors overflow on neither side and are not drawn."
+    clean = f"{num_clean:,} of {len(data):,} tensors do not overflow and are not drawn."
     page = page_of(data, row, width=6.6, height=5.6, notes=[clean, note], with_limits=True)
     axes = page.panels[0, 0]
     ends = np.concatenate([upper, lower])
@@ -249,7 +249,7 @@ def ratio_histogram(data: PlotData, row: Plot) -> Figure:
         name(axes, title=title)
         known = shares[np.isfinite(shares)]
         if not known.size:
-            empty(axes, "not known of any tensor")
+            empty(axes, "unknown for all tensors")
             continue
         edges, counts, num_zero = ratio_counts(known)
         scale_shares(axes, "x", known)
@@ -262,7 +262,7 @@ def ratio_histogram(data: PlotData, row: Plot) -> Figure:
         axes.set_ylim(0, 1.15 * max(num_zero, int(counts.max(initial=0)), 1))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         name(axes, x=f"{title} ratio of a tensor", y="tensors")
-    page.handles.append(key(Patch(facecolor="0.6", hatch="///", edgecolor="white"), "none at all"))
+    page.handles.append(key(Patch(facecolor="0.6", hatch="///", edgecolor="white"), "ratio of exactly 0"))
     return page.finish()
 
 
@@ -318,10 +318,12 @@ def pairs(data: PlotData, row: Plot) -> Figure:
     types = data.two_quant_types()
     assert types is not None
     drawn, total = read_pairs(data, types), len(data.matched(types))
-    note = f"{len(drawn)} of {total:,} tensors that were recorded in both, evenly chosen." if total > len(drawn) else ""
+    note = (
+        f"{len(drawn)} of {total:,} tensors that were recorded in both, evenly selected." if total > len(drawn) else ""
+    )
     page = page_of(data, row, 1, 2, width=5.4, height=4.6, notes=[note])
     scatter, bars = page.panels[0]
-    name(scatter, title="values, over the tensor's largest")
+    name(scatter, title="values relative to the tensor's largest")
     points = [
         (pair.one / largest, pair.other / largest)
         for pair in drawn
@@ -347,9 +349,9 @@ def pairs(data: PlotData, row: Plot) -> Figure:
         scale_numbers(bars, "y", max_ticks=5)
         words = f"median {np.median(known):.6f}, lowest {known[0]:.6f}"
         name(bars, title=f"correlation of each tensor\n{words}", y="tensors")
-        name(bars, x="correlation: 1 is the same up to a factor and a shift")
+        name(bars, x="correlation (1: equal up to a factor and an offset)")
     else:
-        empty(bars, "no tensor has values that differ in both")
+        empty(bars, "no tensor has a defined correlation")
     return page.finish()
 
 
@@ -366,7 +368,7 @@ def sweep(data: PlotData, _: Plot) -> Figure:
     ranges = np.where(is_kept, np.nan_to_num(data.metric("log2_range"), nan=-1.0), -2.0)
     place = int(ranges.argmax())
     if not is_kept[place]:
-        raise UsageError("of all tensors statistics alone were kept: no scale can be tried")
+        raise UsageError("all tensors store only statistics: no scale can be tried")
     record = data.records[place]
     (found,) = sweep_record(
         record, parse_jobs(DEFAULT_FORMAT if data.target is None else data.target.name), view=data.view

@@ -101,8 +101,8 @@ class PlotData:
         """Number of records of integers and bool."""
         if not len(self.records):
             raise NoRecordsError(
-                f"nothing can be drawn: all {len(records)} records are of {', '.join(sorted(names))}, and plots are "
-                "of floating-point numbers; 'ranktape analyze stats' answers for others"
+                f"nothing can be drawn: all {len(records)} records have dtype {', '.join(sorted(names))}, but plots "
+                "need floating-point numbers; use 'ranktape analyze stats' instead"
             )
         self.target = target
         """The format whose limits apply, with its scale; if None, the limits of the elements' dtype apply."""
@@ -446,7 +446,7 @@ class SampleColumns:
     def labels(self) -> tuple[list[str], str]:
         """The labels of samples (ID, or rank and index, or index), and the label of their axis."""
         names = [plain(one, max_letters=12) if rank is None else f"{rank}:{one}" for rank, one in self.keys]
-        return names, "rank : place in the batch" if self.is_by_rank else "sample"
+        return names, "rank : index in the batch" if self.is_by_rank else "sample"
 
     def _is_of(self, operation: str) -> NDArray[np.bool_]:
         return np.asarray(self._operations == self._operation_names.index(operation))

@@ -69,7 +69,7 @@ def _draw_shapes(axes: Axes, groups: Sequence[Group]) -> bool:
     known = [(group, group.digest) for group in groups if group.digest is not None and group.digest.has_values]
     shapes = [(group, standardised(digest)) for group, digest in known if digest.statistics.std]
     if not shapes:
-        empty(axes, NO_VALUES if all(group.digest is None for group in groups) else "no values that differ")
+        empty(axes, NO_VALUES if all(group.digest is None for group in groups) else "all values are equal")
         return False
     for group, (edges, density) in shapes:
         axes.stairs(np.where(density > 0, density, np.nan), edges, **group.line, linewidth=1.7, baseline=None)
@@ -213,7 +213,7 @@ def densities(data: PlotData, row: Plot, *, panels: Sequence[str]) -> Figure:
         axes.set_ylim(0, None if panel == "raw" else 1.05)
         scale_numbers(axes, "x", max_ticks=5)
     page.handles += [group.handle() for group in groups] if is_one else []
-    page.handles += [_dotted("normal distribution of the same deviation")] if "raw" in panels else []
+    page.handles += [_dotted("normal distribution with the same standard deviation")] if "raw" in panels else []
     return page.finish()
 
 
@@ -254,7 +254,7 @@ def normal_fit(data: PlotData, row: Plot) -> Figure:
         fit = None if group.digest is None else fit_normal(group.digest)
         if fit is None or not fit.observed.size or fit.mean is None or not fit.std:
             name(axes, title=group.label)
-            empty(axes, "no values that differ")
+            empty(axes, "all values are equal")
             continue
         expected, observed = ((points - fit.mean) / fit.std for points in (fit.theoretical, fit.observed))
         axes.axline((0, 0), slope=1, color=GREY, linewidth=1.2, linestyle=":")

@@ -95,7 +95,7 @@ def label_of(fields: Sequence[str], values: Sequence[Any]) -> str:
     """The label of a group. Numbers have the name of their field before them."""
     words = {"batch_size": "batch size", "layer_idx": "layer", "iteration": "iteration", "rank": "rank"}
     parts = [
-        f"{words[field]} {'not known' if value is None else value}" if field in words else plain(value, max_letters=32)
+        f"{words[field]} {'unknown' if value is None else value}" if field in words else plain(value, max_letters=32)
         for field, value in zip(fields, values, strict=True)
     ]
     return ", ".join(parts)

@@ -255,7 +255,7 @@ def rank_deviation(data: PlotData, row: Plot) -> Figure:
     """The absmax of each rank relative to the median rank, by layer."""
     layers, ranks = data.values_of("layer_idx"), [str(rank) for rank in data.values_of("rank")]
     has_nan = np.logical_or.reduce([_nan_in(data, "rank", one) for one in data.operations()])
-    title = "all tensors that several ranks have"
+    title = "all tensors that several ranks recorded"
     grids = [Grid(title, rank_deviations(data, layers=layers), layer_names(layers), ranks, has_nan)]
     scale = Scale("factor", "absmax over that of the median rank")
     page = page_of(data, row, 1, 1, **size_of(grids, scale))
@@ -309,7 +309,7 @@ def recipe_map(data: PlotData, row: Plot) -> Figure:
     if len(modules) > MAX_MODULES:
         grids = [_by_layer(data, grid, modules) for grid in grids]
         size = math.ceil(len(grids[0].rows) / MAX_ROWS)
-        note = f"Each row is {'a layer' if size == 1 else f'{size} neighbouring layers'}: the worst module of it."
+        note = f"Each row is {'a layer' if size == 1 else f'{size} neighbouring layers'}, and shows its worst module."
     # The limits exclude the recorded products, whose ratio is far above that of all recipes.
     tried = np.stack([grid.values for grid in grids])[..., [recipe != RECORDED for recipe in recipes]]
     page = page_of(data, row, 1, len(grids), notes=[note], **size_of(grids, SQNR), sharey=True)
@@ -378,11 +378,11 @@ def draw_heat_maps(
         if has_own and scale.has_color(grid.values).any():
             add_colorbar(page.figure, [axes], norm=own, scale=scale)
         if grid.is_unknown.all():
-            say(axes, "nothing is known of any cell")
+            say(axes, "no data")
     if not has_own and scale.has_color(shown).any():
         add_colorbar(page.figure, list(page.panels[0]), norm=norms[0], scale=scale)
     which = {"factor": "the one farthest from 1 x", "decibel": "the lowest"}.get(scale.kind, "the largest")
-    for axis, (thing, things, most) in enumerate((("row", "ones", MAX_ROWS), ("column", unit, MAX_COLUMNS))):
+    for axis, (thing, things, most) in enumerate((("row", "rows", MAX_ROWS), ("column", unit, MAX_COLUMNS))):
         count = max(math.ceil(grid.values.shape[axis] / most) for grid in grids)
         if count > 1:
             page.notes.insert(0, f"Each {thing} is {count} neighbouring {things}: {which} of their metrics.")

@@ -67,7 +67,7 @@ class LinePanel(NamedTuple):
         if not known.size:
             axes.set_ylim(0, 1)
             axes.set_yticks([])
-            say(axes, "no tensor has one")
+            say(axes, "not available for any tensor")
         elif self.has_limits:
             mark_limits(axes, "y", min_distance=0.12)
 

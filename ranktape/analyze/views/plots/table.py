@@ -100,12 +100,12 @@ class Plot:
 
         is_map = self.function == "heat_maps.layer_map" and self.options["field"] != SAMPLE
         if not self.by and not is_map:
-            raise UsageError(f"--by is for plots of groups, and {self.name} has none")
+            raise UsageError(f"--by is only for plots of groups, and {self.name} has none")
         allowed = COLUMN_FIELDS if is_map else CELL_FIELDS
         if not fields or not set(fields) <= set(allowed) or (is_map and len(fields) > 1):
             some = "one of " if is_map else ""
             raise UsageError(
-                f"{self.name} has groups by {some}{', '.join(allowed)}: not by {', '.join(fields) or 'none'}"
+                f"{self.name} can be grouped by {some}{', '.join(allowed)}, not by {', '.join(fields) or 'none'}"
             )
         about = f"{self.title}, by {' and '.join(fields).replace('_', ' ')}"
         if is_map:
@@ -139,7 +139,7 @@ def several(field: str) -> Need:
 
     def need(data: PlotData) -> str:
         values = [value for value in data.values_of(field) if value is not None] or [None]
-        return "" if len(values) > 1 else f"there is one {field.replace('_', ' ')}: {_plain(values[0])}"
+        return "" if len(values) > 1 else f"there is only one {field.replace('_', ' ')}: {_plain(values[0])}"
 
     return need
 
@@ -148,21 +148,21 @@ def several_samples(data: PlotData) -> str:
     """Require at least two samples, by name and rank, of tensors with stored values."""
     found = data.kept_samples()
     if not found:
-        return "no tensor has samples whose values were kept"
-    return "" if len(found) > 1 else "there is one sample"
+        return "no tensor has samples with stored values"
+    return "" if len(found) > 1 else "there is only one sample"
 
 
 def several_backward(data: PlotData) -> str:
     """Require backward records of at least two layer types."""
     found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
-    return "" if len(found) > 1 else f"backward is of one layer type: {_plain(found.pop())}"
+    return "" if len(found) > 1 else f"backward records have only one layer type: {_plain(found.pop())}"
 
 
 def two_types(data: PlotData) -> str:
     """Require at least two quant types."""
     if data.two_quant_types() is not None:
         return ""
-    return f"there is one quant type, {_plain(data.values_of('quant_type')[0])}: nothing to compare it with"
+    return f"there is only one quant type: {_plain(data.values_of('quant_type')[0])}"
 
 
 def matched_pairs(data: PlotData) -> str:
@@ -176,31 +176,31 @@ def matched_pairs(data: PlotData) -> str:
 def two_layers(data: PlotData) -> str:
     """Require at least two layers in one stack."""
     inside = [layer.stack for layer in data.values_of("layer_idx") if layer >= 0]
-    return "" if len(inside) > len(set(inside)) else "there are no two layers"
+    return "" if len(inside) > len(set(inside)) else "there are fewer than two layers"
 
 
 def some_gradient(data: PlotData) -> str:
     """Require tensors with the name of a gradient."""
-    return "" if data.gradient_names() else "no tensor is a gradient: none is called grad_..."
+    return "" if data.gradient_names() else "no tensor is a gradient: no name starts with grad_"
 
 
 def a_scale(data: PlotData) -> str:
     """Require a format that can use a scale, and records with more than statistics."""
     if data.target is not None and data.target.element.dtype == "float64":
-        return "fp64 holds every captured value, and has no use for a scale"
+        return "fp64 represents every captured value and needs no scale"
     if set(data.records.column("keep").tolist()) == {"statistics"}:
-        return "of all tensors statistics alone were kept"
+        return "all tensors store only statistics"
     return ""
 
 
 def a_product(data: PlotData) -> str:
     """Require recipes, and records of a single source that contain the operands of a product."""
     if not data.recipes:
-        return f"no recipe was named: --recipe {DEFAULT_RECIPES} computes products again"
+        return f"no recipe was given: --recipe {DEFAULT_RECIPES} draws this plot"
     if len(data.records.sources) > 1:
-        return "products are computed again of one source at a time: choose one with --source"
+        return "products are computed again for only one source: select one with --source"
     reasons = Counter(one.reason for one in data.calls.left_out)
-    why = reasons.most_common(1)[0][0] if reasons else "nothing was recorded of a linear layer"
+    why = reasons.most_common(1)[0][0] if reasons else "no record belongs to a linear layer"
     return "" if data.calls.calls else f"no product can be computed again: {why}"
 
 
@@ -222,17 +222,17 @@ def of_gradients(data: PlotData) -> Mapping[str, Any]:
 
 IN_BF16: Mapping[str, Any] = {
     "of": {"quant_type": ["bf16"]},
-    "needs": (has("no tensor is of the quant type bf16", quant_type=["bf16"]),),
+    "needs": (has("no tensor has the quant type bf16", quant_type=["bf16"]),),
 }
 """The selection of the BF16 plots, by quant type, since tensors of other quant types can have dtype bfloat16, too."""
 
-ATTENTION = has("no tensor is of attention", layer_type="attention")
-LINEAR = has("no tensor is of a linear layer", layer_type="linear")
-FORWARD = has("nothing of forward was recorded", operation="forward")
-BACKWARD = has("nothing of backward was recorded", operation="backward")
+ATTENTION = has("no tensor belongs to attention", layer_type="attention")
+LINEAR = has("no tensor belongs to a linear layer", layer_type="linear")
+FORWARD = has("no forward tensors were recorded", operation="forward")
+BACKWARD = has("no backward tensors were recorded", operation="backward")
 
 _OF_CELLS = {
-    "underflow": ("Underflow", "part of the elements that is below the smallest normal value, zeros left out"),
+    "underflow": ("Underflow", "share of nonzero elements below the smallest normal value"),
     "absmax": ("Largest magnitude", "largest magnitude, infinities included"),
 }
 
@@ -263,13 +263,13 @@ _BY_FOLDER = {
     "comparisons": {
         "neighbouring_layers": plot("lines.neighbouring_layers", "operation", needs=(two_layers,)).says(
             "Each layer against the one before it",
-            "Factor by which the standard deviation and absmax grow from a layer to the next, and how far "
-            "the distributions lie apart.",
+            "Factor by which the standard deviation and absmax grow from each layer to the next, and the "
+            "distance of the distributions.",
         ),
         "sample_differences": plot("lines.sample_differences", needs=(several_samples,)).says(
             "Samples against the median sample",
-            "For each sample the absmax over that of the median sample of the same tensor: the mean over "
-            "tensors, and from the lowest to the highest.",
+            "For each sample, the absmax relative to that of the median sample of the same tensor: mean "
+            "and range over tensors.",
         ),
     },
     "statistics": {
@@ -300,14 +300,14 @@ _BY_FOLDER = {
     },
     "quantization_analysis": {
         "sweep_panels": plot("bars.sweep", needs=(a_scale,), reads_values=True).says(
-            "What every scale loses",
-            "Six panels: each metric of the sweep over the scales of one tensor, the one that needs the widest range.",
+            "Losses by scale",
+            "Six panels: the metrics of a sweep over the scales of the tensor with the widest range.",
         ),
     },
     "layer_analysis": {
         "layer_binades": plot("heat_maps.binade_map").says(
-            "Where the values of each layer lie",
-            "For each layer the part of its values in each binade, above the ranges of the formats as bands.",
+            "Range of the values of each layer",
+            "For each layer, the share of its values in each binade, with the ranges of formats below.",
         ),
         "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx", panels="shapes").says(
             "Statistics by layer",
@@ -317,23 +317,23 @@ _BY_FOLDER = {
     "overflow_analysis": {
         "overflow": plot("lines.lines", "layer_type", field="layer_idx", panels="overflow").says(
             "Overflow and underflow by layer",
-            "Part of the elements of each layer and layer type that overflows and underflows, and its worst tensor.",
+            "Share of the elements of each layer and layer type that overflow and underflow, and its worst tensor.",
         ),
         "overflow_by_quant_type": plot("bars.loss_bars", "quant_type").says(
             "Overflow and underflow by quant type",
-            "Bars: part of all elements of each quant type beyond the upper limit, the lower limit, and "
-            "below the normals.",
+            "Bars: share of all elements of each quant type beyond the upper and the lower limit, and below "
+            "the smallest normal value.",
         ),
         "overflow_by_layer_type": plot("bars.loss_bars", "layer_type", "operation").says(
             "Overflow and underflow by layer type",
-            "Bars: the same for each layer type, forward and backward apart.",
+            "Bars: the same for each layer type, separately for forward and backward.",
         ),
         "overflow_upper_lower": plot("bars.upper_against_lower", "layer_type").says(
             "Upper against lower overflow",
-            "Each point is a tensor: its part beyond the positive limit against that beyond the negative one.",
+            "Each point is a tensor: its share beyond the positive limit against that beyond the negative one.",
         ),
         "overflow_histogram": plot("bars.ratio_histogram").says(
-            "How many tensors overflow how much",
+            "Tensors by overflow ratio",
             "Tensors counted by their overflow ratio, and by their underflow ratio.",
         ),
     },
@@ -359,7 +359,7 @@ _BY_FOLDER = {
         "fp8_normal_fit": plot(
             "distributions.normal_fit", "quant_type", "operation", of=of_two_types, needs=(two_types,)
         ).says(
-            "How normal two quant types are",
+            "Normal fit of two quant types",
             "Quantiles of both quant types against those of a normal distribution, and the distance between them.",
         ),
     },
@@ -369,7 +369,7 @@ _BY_FOLDER = {
         ),
         "bf16_density": plot("distributions.densities", "operation", **IN_BF16, panels=("normalised",)).says(
             "Density of BF16 normalised to [0, 1]",
-            "The same values moved to [0, 1] and the density over its largest value.",
+            "The same values scaled to [0, 1], and the density relative to its largest value.",
         ),
         "bf16_raw_against_normalised": plot(
             "distributions.densities", "operation", **IN_BF16, panels=("raw", "normalised", "both")
@@ -395,20 +395,20 @@ _BY_FOLDER = {
             needs=(BACKWARD, several_backward),
         ).says("Backward by layer type", "Values of backward of each layer type: shape and range."),
         "gradients": plot("distributions.occupancy", "tensor_name", of=of_gradients, needs=(some_gradient,)).says(
-            "Gradients, and which formats reach them",
-            "Part of the values of each gradient in each binade, above the ranges of the formats as bands.",
+            "Range of gradients and of formats",
+            "Share of the values of each gradient in each binade, with the ranges of formats below.",
         ),
     },
     "rank_analysis": {
         "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).says(
             "Each rank against the median rank",
-            "For each layer and rank the absmax over that of the median rank: the tensor that is farthest off.",
+            "For each layer and rank, the absmax relative to the median rank, for the most extreme tensor.",
         ),
     },
     REPLAYED: {
         "replay_modules": plot("heat_maps.recipe_map", needs=(a_product,), reads_values=True).says(
-            "What recipes keep of each product, by module",
-            "For each product of each module the signal to noise ratio in each recipe, all calls together.",
+            "SQNR of each product by module and recipe",
+            "For each product of each module, the signal-to-noise ratio in each recipe, over all calls.",
         ),
     },
 }

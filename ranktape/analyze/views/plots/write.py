@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 INDEX, README = "index.json", "README.txt"
 """The files that list the plots, for programs and for people."""
 
-OLDER = "; the file of that name is older, and not of this selection"
+OLDER = "; the existing file of that name shows an earlier selection"
 """The text in the index for a plot that is left out, if a file with its name exists."""
 
 MAX_PROCESSES, MIN_SHARE = 4, 3
@@ -54,7 +54,7 @@ def form_of(path: Path) -> str:
     """
     end = path.suffix.lower().lstrip(".")
     if end in OTHER_FORMS:
-        raise UsageError(f"--output {printable(str(path))}: no plot is written as .{end}; give .png, .svg or .pdf")
+        raise UsageError(f"--output {printable(str(path))}: plots cannot be written as .{end}; use .png, .svg or .pdf")
     return end if end in FORMS else "png"
 
 
@@ -235,14 +235,16 @@ def _write_index(written: Written, folder: Path, *, source: str, subject: str) -
 def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     notes = []
     if data.target is not None and not is_named:
-        notes.append(f"No format was named: overflow and underflow are those of {data.target.title}.")
+        notes.append(f"No format was given: overflow and underflow refer to {data.target.title}.")
     if data.num_left_out:
         notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
     # Uses the results of the pass over values only if a plot has needed them.
     found = vars(data).get("passed")
     if found is not None and found.num_without_values:
         count = f"{found.num_without_values:,}"
-        notes.append(f"Of {count} records statistics alone were kept: they are in no distribution.")
+        notes.append(f"{count} records store only statistics: they are in no distribution.")
     if found is not None and found.num_rounded:
-        notes.append(f"Of {found.num_rounded:,} records of wider types distributions are drawn of quantile summaries.")
+        notes.append(
+            f"Distributions of {found.num_rounded:,} records of wider types are drawn from quantile summaries."
+        )
     return tuple(notes)

@@ -189,18 +189,26 @@ def build_model(
     if replayed is not None:
         matrix = recipe_map(records, replayed, recipes)
     num_sampled, num_with_samples = samples["count"], int((known.sample_sizes > 0).sum())
-    left_out = {
-        f"{len(findings) - MAX_FINDINGS:,} findings more than the {MAX_FINDINGS} that the page lists.": len(findings)
-        > MAX_FINDINGS,
-        f"Of {len(rows):,} of {len(records):,} records the page has histograms: those of findings, then of each tensor "
-        "of the model alike.": len(rows) < len(records),
-        f"Of {num_without_values:,} records the statistics alone were kept: they have no histogram, no "
-        "percentile and no SQNR.": num_without_values,
-        f"Formats were not tried on {num_not_tried:,} records, for time: 'ranktape analyze sweep' does.": num_not_tried,
-        f"For {num_rounded:,} records wider than 16 bits, histograms are approximate (within 2^-10).": num_rounded,
-        f"Samples are shown of {num_sampled:,} of {num_with_samples:,} records that have some: those that differ "
-        "most.": num_sampled < num_with_samples,
-    }
+    left_out = [
+        (len(findings) > MAX_FINDINGS, f"{len(findings) - MAX_FINDINGS:,} more findings are not listed."),
+        (
+            len(rows) < len(records),
+            f"The page has histograms of {len(rows):,} of {len(records):,} records, first those of findings.",
+        ),
+        (
+            num_without_values,
+            f"{num_without_values:,} records store only statistics: they have no histogram, percentiles or SQNR.",
+        ),
+        (
+            num_not_tried,
+            f"Formats were not tried on {num_not_tried:,} records, to save time: 'ranktape analyze sweep' tries all.",
+        ),
+        (num_rounded, f"For {num_rounded:,} records wider than 16 bits, histograms are approximate (within 2^-10)."),
+        (
+            num_sampled < num_with_samples,
+            f"Samples are shown for the {num_sampled:,} of {num_with_samples:,} records whose samples differ most.",
+        ),
+    ]
     reasons = Counter(() if replayed is None else (one.reason for one in replayed.calls.left_out))
     shown = [*((one, columns[one.source]) for one in SHOWN), *ratios]
     bands = dict.fromkeys((*BANDS, *(job.scheme.element.name for job in jobs)))
@@ -212,9 +220,9 @@ def build_model(
         said="" if comparison is None else printable(comparison.said),
         findings=tuple(listed),
         left_out=(
-            *(text for text, is_so in left_out.items() if is_so),
+            *(text for is_shown, text in left_out if is_shown),
             *(
-                f"{count:,} product{'s' if count > 1 else ''} of calls could not be computed again: {printable(why)}."
+                f"{count:,} product{'s' if count > 1 else ''} could not be computed again: {printable(why)}."
                 for why, count in reasons.most_common(MAX_REASONS)
             ),
         ),

@@ -55,7 +55,7 @@ CHARTS = {
     "colors": COLORS,
     "diverging": [(place / (len(DIVERGING) - 1), color) for place, color in enumerate(DIVERGING)],
     "marks": [
-        ("missing", "no record, or not known", MISSING_COLOR),
+        ("missing", "no record, or unknown", MISSING_COLOR),
         ("zero", "all zero", ZERO_COLOR),
         ("inf", "Inf", INFINITE_COLOR),
         ("nan", "NaN", NAN_COLOR),
@@ -180,12 +180,12 @@ def render(model: Model, *, view: View = View.COMPUTE) -> str:
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     words = {
-        View.COMPUTE: "Values are those that the operations computed with: rounded to their compute dtype.",
+        View.COMPUTE: "Values are rounded to the compute dtype of their operation.",
         View.SEEN: "Values are as they were captured.",
     }
     return environment.get_template("report.html.j2").render(
         model=model,
-        title=f"What the numbers do in {model.url}" if model.url else "What the numbers do",
+        title=f"Numerical report of {model.url}" if model.url else "Numerical report",
         policy=policy,
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own files
@@ -220,7 +220,7 @@ def _checked(output: Path) -> Path:
         StorageError: the folder cannot be written.
     """
     if str(output) == "-":
-        raise UsageError("--output - is not a file, and a report needs one: give its name, such as report.html")
+        raise UsageError("--output - is not allowed: a report is written to a file; give its name, such as report.html")
     named = printable(str(output))
     try:
         mode = output.stat().st_mode
@@ -231,7 +231,7 @@ def _checked(output: Path) -> Path:
     if mode is not None and stat.S_ISDIR(mode):
         raise UsageError(f"--output {named} is a directory: give a file in it, such as report.html")
     if mode is not None and not stat.S_ISREG(mode):
-        raise UsageError(f"--output {named} is not a plain file: give the name of one")
+        raise UsageError(f"--output {named} is not a regular file: give the name of one")
     path = output.resolve()
     with writing(output, what="report"):
         path.parent.mkdir(parents=True, exist_ok=True)

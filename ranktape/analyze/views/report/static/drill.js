@@ -43,9 +43,9 @@ function drawPeers() {
   const { points, axis } = peerPoints(focus, metric);
   const peers = points.filter(({ value, isBad }) => !isBad && Number.isFinite(value));
   const bad = points.filter(({ isBad }) => isBad);
-  at("peers-title").textContent = `${metric.head}, beside the peers`;
+  at("peers-title").textContent = `${metric.head}, compared with peers`;
   if (peers.length === 0 || bad.length === 0) {
-    say("peers-chart", `There are no peers whose ${metric.head} is known.`);
+    say("peers-chart", `No peer has ${metric.head}.`);
     return;
   }
   const step = Math.ceil(peers.length / MAX_PEERS);
@@ -63,7 +63,7 @@ function drawPeers() {
   const hasLine = yaxis.type !== "log" || middle > 0;
   draw("peers-chart", [
     trace(peers.filter((_, index) => index % step === 0), step === 1 ? "peers" : `peers (one of ${step} is drawn)`, { color: colors[6], size: 7, opacity: 0.55, symbol: "circle-open", line: { width: 1.5 } }),
-    trace(bad, "what was clicked", { color: colors[1], size: 11, symbol: "diamond" }),
+    trace(bad, "selected", { color: colors[1], size: 11, symbol: "diamond" }),
   ], {
     xaxis: { title: { text: nameOf(axis) }, ...known }, yaxis, showlegend: true,
     shapes: hasLine ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: middle, y1: middle, line: { dash: "dot", width: 1.5 } }] : [],
@@ -91,9 +91,9 @@ function drawDistribution() {
       sums.set(exponent, (sums.get(exponent) ?? 0) + binades.columns.get("count")[place]);
     }
   }
-  at("distribution-note").textContent = num === focused().length ? "" : `Of ${number(num)} of these ${number(focused().length)} records: the page holds no histogram of the others.`;
+  at("distribution-note").textContent = num === focused().length ? "" : `Of ${number(num)} of these ${number(focused().length)} records; the page has no histogram of the others.`;
   if (sums.size === 0) {
-    say("distribution-chart", "Of these records no finite value other than zero is known.");
+    say("distribution-chart", "No finite nonzero values of these records are known.");
     return;
   }
   const exponents = Array.from(sums.keys()).sort((one, other) => one - other);

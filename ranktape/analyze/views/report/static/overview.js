@@ -98,7 +98,7 @@ function overviewCaption(metric) {
   const of = { ratio: "all records of a cell together", largest: "the largest of a cell", smallest: "the smallest of a cell", median: "the median of a cell" };
   if (state.against === "") return `${metric.head}: ${of[metric.merge]}. Click a cell to see its records.`;
   const places = `the same tensor on other ranks and iterations${fields.has("source") ? " and in other sources" : ""} (in other layers, if there are none)`;
-  const peers = state.columns === "sample" ? "the median sample of the tensor" : state.against === "layers" ? "the like tensors of all layers" : places;
+  const peers = state.columns === "sample" ? "the median sample of the tensor" : state.against === "layers" ? "similar tensors of all layers" : places;
   return `Colour: the largest deviation of ${metric.head} in a cell from ${peers}. Click a cell to see its records.`;
 }
 
@@ -111,7 +111,7 @@ function drawOverview() {
   const isSample = state.columns === "sample";
   if (isSample && !samples.columns.has(metric.name)) {
     const known = Array.from(samples.columns.keys(), (name) => metrics.get(name).head).join(", ");
-    say("overview-chart", `Of single samples ${metric.head} is not known: choose ${known}.`);
+    say("overview-chart", `${metric.head} is not available for single samples: choose ${known}.`);
     return;
   }
   const { cellAt, rows, columns } = overviewCells(metric);
@@ -191,6 +191,6 @@ function drawRecipes() {
     height: Math.max(260, 130 + rows.length * 20), margin: { l: 60, r: 16, t: 44, b: 48 },
     annotations: products.map((product) => ({ x: middle(product), y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: `<b>${label(product)}</b>` })),
     xaxis: { tickangle: columns.length > 9 ? -90 : 0 },
-    open: (row) => records[row].length > 0 && focusOn(records[row], `What the products of ${rows[row]} are computed from`),
+    open: (row) => records[row].length > 0 && focusOn(records[row], `Records of the products of ${rows[row]}`),
   });
 }

@@ -38,7 +38,7 @@ fillChoices("lines", named(variedNames.filter((name) => name !== "batch_size")),
 fillChoices("rows", named(variedNames), drawOverview);
 fillChoices("columns", [...named(variedNames), ...(raw.samples.count > 0 ? [["sample", "sample"]] : [])], drawOverview);
 fillChoices("kind", [["", "all"], ...fields.get("kind").values.map((_, code) => word(fields.get("kind"), code)).map((one) => [one, one])], drawOverview);
-fillChoices("against", [["", "as it is"], ["places", "against other ranks and iterations"], ["layers", "against other layers"]], drawOverview);
+fillChoices("against", [["", "absolute"], ["places", "relative to other ranks and iterations"], ["layers", "relative to other layers"]], drawOverview);
 at("drill-clear").addEventListener("click", () => focusOn(null));
 at("trend").hidden = fields.get("iteration").values.length < 2;
 
