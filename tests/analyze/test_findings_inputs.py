@@ -141,6 +141,23 @@ def test_data_parallel_over_tensor_parallel(tmp_path: Path) -> None:
     assert (findings[0].where["ranks"], findings[0].where["layer_idx"]) == ([1, 3], 2)
 
 
+def test_few_copies_that_differ_from_an_equal_majority_are_findings(tmp_path: Path) -> None:
+    """Of a single weight without placement: more than a quarter that differ, and not just one, are shards."""
+    for num_ranks in range(2, 10):
+        for num_odd in range(1, num_ranks // 2 + 1):
+            tensors = [
+                describe_tensor(
+                    normal(4, 8, seed=rank if rank < num_odd else 99), rank=rank, module="head", tensor_name="weight"
+                )
+                for rank in range(num_ranks)
+            ]
+            records = store(tmp_path / f"{num_ranks}_{num_odd}", tensors).select()
+            survey = Survey(records, engine=Engine(use_cache=False))
+            found = [records.column("rank")[list(one.places)].tolist() for one in replica_differs(survey)]
+            is_wrong = num_ranks > 2 and (num_odd == 1 or 4 * num_odd <= num_ranks)
+            assert found == ([list(range(num_odd))] if is_wrong else []), (num_ranks, num_odd)
+
+
 def placed(array: Array, *, rank: int, word: str, **fields: Any) -> Tensor:
     """One of the tensors of a mesh of three ranks."""
     placement = {

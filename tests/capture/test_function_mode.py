@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranktape.capture import Capture, FunctionRole, register_role, unregister_role
 from ranktape.capture.hooks.hook import MODE, Hook
+from ranktape.capture.hooks.owners import rows_of
 from ranktape.storage import Run, open_run
 from tests.capture.models import Multihead
 from tests.capture.trainings import (
@@ -450,3 +451,13 @@ def test_a_function_of_python_can_be_pickled_by_value(tmp_path: Path) -> None:
         unregister_role(role)
     assert b"ranktape" not in pickled
     assert torch.equal(pickle.loads(pickled)(batch, batch, batch), attend(batch, batch, batch))  # noqa: S301
+
+
+def test_rows_of_a_weight_are_known_by_their_place_in_it() -> None:
+    base = torch.empty(4, 4, 4)
+    assert [rows_of(base[number], base) for number in range(4)] == [(number, None) for number in range(4)]
+    parts = [(first, last) for last in range(1, 5) for first in range(last)]
+    assert [rows_of(base[first:last], base) for first, last in parts] == parts
+    others = [base.mT, base[::2], base[:, :2], base[0, :2], base[0].T, base.view(-1)[1:17].view(4, 4), base.view(16, 4)]
+    assert [rows_of(other, base) for other in others] == [None] * len(others)
+    assert rows_of(torch.empty(()), torch.empty(())) is None

@@ -246,6 +246,19 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     assert error is not NoSpaceError or not leftovers, "what failed for lack of space still takes it"
 
 
+@pytest.mark.parametrize("fields", [{"dtype": "float99"}, {"shape": [7]}, {"rank": -1}], ids=str)
+def test_a_tensor_that_cannot_be_stored_gives_its_slot_back_and_fails_its_iteration(
+    make: Callable[..., Bench], fields: dict[str, Any]
+) -> None:
+    bench = make()
+    array = np.ones(9000, np.float32)
+    bench.put(0, {"whole": array, "wrong": array}, said={"wrong": fields})
+    bench.put(1, {"whole": array})
+    bench.close()
+    bench.check(1, {"whole": array})
+    assert [bool(status.missing) for status in open_run(bench.url).status()] == [True, False]
+
+
 def test_an_iteration_that_fails_gives_back_what_it_had_stored(make: Callable[..., Bench]) -> None:
     bench = make()
     staged = bench.stage(0, {f"layer.{number}": np.ones(100, np.float32) for number in range(5)})
