@@ -216,7 +216,7 @@ LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
         ("select: {module: [[a]]}", "is not something a field can hold"),
         ("layers: {a: b}", "is not something a field can hold"),
         ("layers: -3", "counted from 0"),
-        ("select: {samples: [x]}", "holds numbers and 'x' is not one"),
+        ("select: {samples: [x]}", "--samples ['x'] is not allowed: give numbers such as 0, 0-3"),
         ("advance_on: [1]", "give optimizer, forward, step"),
         ("select: {where: overflow.nan.count > 0}", "overflow.nan.count is not known yet when a tensor is captured"),
         ("select: {where: [a]}", "give a text"),
