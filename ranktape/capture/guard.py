@@ -44,7 +44,7 @@ class Guard:
         return True
 
 
-def asked(module: object, name: str, default: Any = None) -> Any:
+def getattr_or_default(module: object, name: str, default: Any = None) -> Any:
     """An attribute of a user's object; the default if it does not exist or if reading it raises an exception."""
     try:
         return getattr(module, name, default)

@@ -70,7 +70,7 @@ class AttentionQuantizer:
         def compute(*operands: torch.Tensor) -> torch.Tensor:
             positional, keywords = args, kwargs
             for argument, operand in zip(wrapper.arguments, operands, strict=True):
-                positional, keywords = argument.put(operand, positional, keywords)
+                positional, keywords = argument.replace(operand, positional, keywords)
             output = function(*positional, **keywords)
             if wrapper.element is None:
                 return output  # type: ignore[no-any-return]  # torch's

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ranktape.capture import Capture
-from ranktape.capture.hooks.coverage import Sight, find_coverage
+from ranktape.capture.hooks.coverage import Visibility, find_coverage
 from ranktape.capture.passes.tracker import Frame
 from ranktape.storage import open_run
 from tests.capture.trainings import (
@@ -230,5 +230,5 @@ def test_experts_in_another_dtype_are_seen(tmp_path: Path) -> None:
 def test_a_rank_whose_shards_have_no_elements_is_seen() -> None:
     frame = Frame("layer", nn.Linear(1, 1), -1)
     frame.module.weight = nn.Parameter(torch.empty(0, 1))
-    found = find_coverage([frame], sight=lambda *_: Sight.IDLE, attending=(), sources=())
+    found = find_coverage([frame], visibility=lambda *_: Visibility.IDLE, attending=(), sources=())
     assert found.text() == "hooks see 100 % of the model's weights"

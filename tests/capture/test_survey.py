@@ -78,7 +78,7 @@ def places(url: Path, iteration: int) -> set[tuple[str, int]]:
 
 
 def numbers(found: ModelSurvey) -> dict[str, int]:
-    return {place.path: place.layer_idx for place in found.places}
+    return {place.path: place.layer_idx for place in found.frames}
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "found"])
@@ -227,7 +227,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[int, str]]:
     """For the path of each linear layer its layer and its stack."""
     return {
         place.path: (place.layer_idx, place.layer_stack)
-        for place in survey(model).places
+        for place in survey(model).frames
         if isinstance(place.module, nn.Linear)
     }
 
@@ -287,7 +287,7 @@ def test_a_model_in_which_no_list_is_found_takes_names_at_their_word() -> None:
     model.blocks = nn.Module()
     model.blocks.add_module("7", Layer(7))
     model.alone = Layer(3)
-    places = {place.path: (place.layer_idx, place.layer_stack) for place in survey(model).places}
+    places = {place.path: (place.layer_idx, place.layer_stack) for place in survey(model).frames}
     assert places["blocks.7"] == (7, "blocks")
     assert places["alone"] == (3, "")
 

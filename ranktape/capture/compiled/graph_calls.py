@@ -18,7 +18,7 @@ from torch import nn
 
 from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
 from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
-from ranktape.capture.hooks.calls import WITHOUT_BIAS, Taking, Watch, tags_of
+from ranktape.capture.hooks.calls import WITHOUT_BIAS, HookContext, SourceRecorder, tags_of
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.owners import Owner
@@ -34,7 +34,7 @@ from ranktape.capture.torch_private import in_backward
 class _Taken:
     """One call of a function in a graph, from the start of the graph until its backward pass is over."""
 
-    taking: Taking
+    source_recorder: SourceRecorder
     call: Call
     ports: Mapping[str, Any]
     """The ports of the source, by name."""
@@ -52,23 +52,23 @@ class GraphCalls:
 
     def __init__(
         self,
-        watch: Watch,
+        context: HookContext,
         *,
         frames: Mapping[nn.Module, Frame],
         is_wanted: Callable[[str, str], bool],
         layers: LayerHooks | None,
     ) -> None:
         """`is_wanted` tells from the layer type and the path of a module whether the module is recorded."""
-        self._watch = watch
-        self._recorder = watch.recorder
-        self._tracker = watch.tracker
+        self._context = context
+        self._recorder = context.recorder
+        self._tracker = context.tracker
         self._frames = frames
         self._is_wanted = is_wanted
         self._layers = layers
         self.layer_hooks: Mapping[Hook, nn.Module] = {} if layers is None else layers.hooks
         """The hooks on layers, each with its module."""
         self._owners: dict[int, list[tuple[Any, Owner]]] = {}
-        self._takings: dict[Source, Taking] = {}
+        self._source_recorders: dict[Source, SourceRecorder] = {}
 
     def remove(self) -> None:
         """Stop recording."""
@@ -123,24 +123,28 @@ class GraphCalls:
             with self._recorder.guarded(source):
                 taken[call] = self._begin_call(plan, call, source, ports, frame, inputs)
                 if owner is not None:
-                    self._watch.owners.met.add((owner.frame.module, owner.attribute))
+                    self._context.owners.recorded.add((owner.frame.module, owner.attribute))
         return taken
 
     def _begin_call(  # noqa: PLR0917  (the local variables of `_begin`)
         self, plan: GraphPlan, call: GraphCall, source: Source, ports: Ports, frame: Frame | None, inputs: Sequence[Any]
     ) -> _Taken:
-        taking = self._takings.get(source)
-        if taking is None:
-            place = None if frame is None or call.role is None else self._watch.place(frame.module, ports)
-            taking = self._takings[source] = Taking(watch=self._watch, source=source, ports=ports, placement=place)
+        source_recorder = self._source_recorders.get(source)
+        if source_recorder is None:
+            place = None if frame is None or call.role is None else self._context.placement_finder(frame.module, ports)
+            source_recorder = self._source_recorders[source] = SourceRecorder(
+                context=self._context, source=source, ports=ports, placement=place
+            )
         found = self._recorder.begin_call(source, torch.empty(0, dtype=call.dtype))
         by_name = {port.name: port for port in ports.all}
-        tags = Tags(metadata=call.ports.said(*call.given)) if call.ports.options else NO_TAGS
-        one = _Taken(taking=taking, call=found, ports=by_name, is_repeated=in_backward(), tags=tags)
+        tags = Tags(metadata=call.ports.options_json(*call.given)) if call.ports.options else NO_TAGS
+        one = _Taken(source_recorder=source_recorder, call=found, ports=by_name, is_repeated=in_backward(), tags=tags)
         for name, at in call.parameters.items():
             if name in by_name and not one.is_repeated:
                 value = inputs[at]
-                taking.record(by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), found)
+                source_recorder.record(
+                    by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), found
+                )
         for site in call.sites:
             for port in (by_name.get(port.name, port) for port in site.ports):
                 if (reason := plan.missing.get(site.number)) is not None:
@@ -158,27 +162,27 @@ class GraphCalls:
         one = taken.get(site.call)
         if one is None:
             return
-        recorder, source = self._recorder, one.taking.source
+        recorder, source = self._recorder, one.source_recorder.source
         for own in site.ports:
             port = one.ports.get(own.name, own)
             if is_of_gradient(number):
                 place = site.grad_placement or self._placement(one, port.grad.tensor_name, value)
-                part = None if port.part is None else port.take
+                part = None if port.part is None else port.part_of
                 recorder.take_grad(source, port.grad, value, call=one.call, part=part, placement=place)
             elif not one.is_repeated:
                 place = site.placement or self._placement(one, port.name, value)
                 tags = NO_TAGS
-                if port is one.taking.ports.output:
+                if port is one.source_recorder.ports.output:
                     tags = NO_TAGS if site.call.has_bias else tags_of(WITHOUT_BIAS)
                 elif own is site.call.ports.arguments[0].ports[0]:
                     tags = one.tags
-                taken_value = port.take(value)
+                taken_value = port.part_of(value)
                 self._hold(one, site.call, taken_value)
                 if port.value.has_samples or port.is_optional:
                     recorder.record(source, port.value, taken_value, call=one.call, placement=place, tags=tags)
                 else:
-                    self._watch.weights.record(
-                        recorder, source, port.value, taken_value, call=one.call, placement=place, tags=tags
+                    self._context.weights.record(
+                        source, port.value, taken_value, call=one.call, placement=place, tags=tags
                     )
 
     def _hold(self, one: _Taken, call: GraphCall, tensor: torch.Tensor | None) -> None:
@@ -187,7 +191,7 @@ class GraphCalls:
 
     @staticmethod
     def _placement(one: _Taken, name: str, value: torch.Tensor) -> str | None:
-        return None if one.taking.placement is None else one.taking.placement(name, value)
+        return None if one.source_recorder.placement is None else one.source_recorder.placement(name, value)
 
     def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
         """The source of a call, or None if it is not recorded, and its ports."""

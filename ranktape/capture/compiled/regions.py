@@ -81,7 +81,7 @@ class Regions:
         GraphCalls.current = calls
         # These run inside regions, between graphs. Dynamo would compile them and everything that they call.
         never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
-        for code in (Hook.__call__.__code__, *functions.own_codes):
+        for code in (Hook.__call__.__code__, *functions.replacement_codes):
             frames.set_code_exec_strategy(code, never)
         self._from_stance = eval_frame._callback_from_stance  # noqa: SLF001  (torch has no public way)
         eval_frame._callback_from_stance = self._callback  # noqa: SLF001
@@ -202,7 +202,7 @@ class TappedCallback:
         try:
             functions, modules = self.regions.functions, self.regions.modules()
             hidden = _without_hooks(modules, self.regions.layer_hooks)
-            with functions.originals(), functions.with_givers(with_marks), hidden:
+            with functions.originals(), functions.with_getters(with_marks), hidden:
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
@@ -219,7 +219,7 @@ def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
     functions = TappedCallback.regions.functions
     replaced = {guard.name for guard in guards if functions.is_changed(guard.value)}
     parts = tuple(f"{name}{after}" for name in replaced for after in (".", "["))
-    others = (*_HOOKS, *(f"[{name!r}]." for _, name, *_ in functions.givers))
+    others = (*_HOOKS, *(f"[{name!r}]." for _, name, *_ in functions.getters))
     return [
         bool(keep)
         and guard.name not in replaced

@@ -62,9 +62,9 @@ Placement = Callable[[str, torch.Tensor], str | None]
 
 
 @functools.lru_cache
-def tags_of(*words: str) -> Tags:
+def tags_of(*keys: str) -> Tags:
     """Tags whose metadata sets each of these keys to true."""
-    return Tags(metadata=json.dumps(dict.fromkeys(words, True))) if words else NO_TAGS
+    return Tags(metadata=json.dumps(dict.fromkeys(keys, True))) if keys else NO_TAGS
 
 
 WITHOUT_BIAS = "without_bias"
@@ -116,7 +116,7 @@ def _reference(tensor: torch.Tensor) -> Any:
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _RecordedWeight:
     """The last recorded weight of a source."""
 
     identity: tuple[Any, ...]
@@ -143,19 +143,19 @@ class Weights:
     the call used.
     """
 
-    def __init__(self) -> None:
-        self._last: dict[tuple[Source, str, str], _Recorded] = {}
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._last: dict[tuple[Source, str, str], _RecordedWeight] = {}
 
     def begin(self, *, keeps: bool) -> None:
         """Start an iteration. `keeps` tells whether it may rely on the records of earlier iterations."""
-        self._last = {key: one for key, one in self._last.items() if keeps or one.is_current}
-        for one in self._last.values():
-            one.is_current = False
-            one.is_due = not (keeps and one.is_stored)
+        self._last = {key: recorded for key, recorded in self._last.items() if keeps or recorded.is_current}
+        for recorded in self._last.values():
+            recorded.is_current = False
+            recorded.is_due = not (keeps and recorded.is_stored)
 
     def record(
         self,
-        recorder: Recorder,
         source: Source,
         role: TensorRole,
         tensor: torch.Tensor,
@@ -171,13 +171,13 @@ class Weights:
         if last is not None and not last.is_due and last.is_of(tensor, identity):
             if not last.is_current:
                 last.is_current = True
-                recorder.expected.excuse(source, role, call)
+                self._recorder.expected.excuse(source, role, call)
             return
-        is_known = recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
+        is_known = self._recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
         is_stored = is_known and type(tensor) in PLAIN and not tensor.is_inference()
         is_reused = last is not None and last.identity[0] == identity[0] > 0
         reference = last.reference if last is not None and is_reused else _reference(tensor)
-        self._last[key] = _Recorded(identity, reference, is_stored)
+        self._last[key] = _RecordedWeight(identity, reference, is_stored)
 
 
 CACHED = "autocast casts it once for all its uses: one gradient for all of them"
@@ -196,11 +196,11 @@ def is_cached_by_autocast(tensor: torch.Tensor) -> bool:
 SUMMED = Tags(metadata='{"summed": true}')
 """The tags of the gradient of a weight that is the sum over several calls."""
 
-Take = Callable[[torch.Tensor, Call, Tags], None]
+RecordGrad = Callable[[torch.Tensor, Call, Tags], None]
 """A function that records the gradient of a weight for a call."""
 
 
-class Leaves:
+class ParameterHooks:
     """The hooks on weights and biases for one iteration."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -210,8 +210,8 @@ class Leaves:
         self._uses: dict[tuple[Source, str], set[Any]] = {}
         """The calls that contribute to the gradient of each weight, by mode, microbatch and index."""
 
-    def watch(self, source: Source, port: Port, weight: torch.Tensor, *, call: Call, take: Take) -> None:
-        """Call `take` with the gradient of a weight, which is the sum over all calls, and the call to record it for."""
+    def watch(self, source: Source, port: Port, weight: torch.Tensor, *, call: Call, record_grad: RecordGrad) -> None:
+        """Call `record_grad` with the gradient of a weight, summed over all calls, and the call to record it for."""
         handles = self._handles.setdefault(source, {})
         uses = self._uses.setdefault((source, port.name), set())
         uses.add(call.key)
@@ -226,7 +226,7 @@ class Leaves:
                 call = self._calls.pop((source, port.name), None)
                 if call is not None:
                     num_uses = sum(key[:2] == call.key[:2] for key in uses)  # of its microbatch
-                    take(grad, call, SUMMED if num_uses > 1 else NO_TAGS)
+                    record_grad(grad, call, SUMMED if num_uses > 1 else NO_TAGS)
                 elif self._recorder.tracker.is_in_recorded_pass:
                     self._recorder.refuse(source, port.grad, "no gradient of the output came before it")
 
@@ -250,10 +250,10 @@ class Leaves:
 
 
 @dataclass(slots=True)
-class Opened:
+class InnerProducts:
     """The call of a linear layer that overrides `forward`, whose products are recorded instead of the module."""
 
-    given: torch.Tensor | None
+    input: torch.Tensor | None
     """The input of the layer; None if it is not a tensor."""
     version: int
     """Version counter of the input at the start of the call."""
@@ -267,7 +267,7 @@ class Opened:
     @property
     def is_written(self) -> bool:
         """Whether the input has been written to since the start of the call."""
-        return self.given is not None and version_of(self.given) != self.version
+        return self.input is not None and version_of(self.input) != self.version
 
 
 @dataclass(slots=True)
@@ -278,19 +278,19 @@ class RunningRole:
     """Kind of the layer. A call of the same kind inside this one is part of it and not recorded separately."""
     owner: Any
     """The module, or the role of the function."""
-    taking: Taking | None = None
+    source_recorder: SourceRecorder | None = None
     """Records the tensors of the call; None if it has no source."""
     call: Call | None = None
     """The counted call; None if it is not recorded."""
-    awaited: list[tuple[torch.Tensor, Port]] = field(default_factory=list)
+    parameters_to_alias: list[tuple[torch.Tensor, Port]] = field(default_factory=list)
     """Parameters that are replaced by aliases for their gradients, once a function inside the module takes them."""
     batch_size: int = 1
     """Number of samples in a call of `nn.MultiheadAttention`."""
     written: tuple[torch.Tensor, Port] | None = None
     """The parameter that the call itself writes to, with its port. It is recorded after the call."""
-    words: tuple[str, ...] = ()
+    metadata_keys: tuple[str, ...] = ()
     """The keys in the metadata of the output."""
-    opened: Opened | None = None
+    inner_products: InnerProducts | None = None
     """The state of a module whose products are recorded instead of the module; None for other calls."""
 
 
@@ -309,7 +309,7 @@ class Running(threading.local):
         return unwind(self.entries, lambda entry: entry.owner is owner)
 
 
-class Watch:
+class HookContext:
     """The state that all hooks of one captured iteration share."""
 
     def __init__(
@@ -318,26 +318,26 @@ class Watch:
         *,
         weights: Weights,
         placements: Placements,
-        tell: Callable[[str], None],
+        on_note: Callable[[str], None],
     ) -> None:
-        """Attaches nothing. `placements` finds the placement of shards; `tell` gets notes, which are printed once."""
+        """Attaches nothing. `placements` finds the placement of shards; `on_note` is called with notes for the user."""
         self.recorder = recorder
         self.tracker = recorder.tracker
         self.weights = weights
         self._placements = placements
-        self.tell = tell
+        self.on_note = on_note
         self.running = Running()
         self.owners = Owners()
         """Finds the modules that own parameters."""
-        self.leaves = Leaves(recorder)
+        self.parameter_hooks = ParameterHooks(recorder)
         """The hooks on parameters themselves."""
-        self.handles: list[Any] = [self.leaves]
+        self.handles: list[Any] = [self.parameter_hooks]
         """The handles to remove after the iteration, in this order."""
 
-    def renew(self) -> None:
+    def begin(self) -> None:
         """Prepare for another iteration with the same hooks."""
-        self.leaves.remove()
-        self.owners.met.clear()
+        self.parameter_hooks.remove()
+        self.owners.recorded.clear()
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -347,7 +347,7 @@ class Watch:
         # Compiled regions keep a reference to this object, which must not keep the model alive.
         self.owners.forget()
 
-    def place(self, module: nn.Module, ports: Ports) -> Placement | None:
+    def placement_finder(self, module: nn.Module, ports: Ports) -> Placement | None:
         """A function that finds the placement of a module's tensors; None without initialized `torch.distributed`."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -357,78 +357,79 @@ class Watch:
         attributes = {port.name: attribute for attribute, port in ports.parameters}
 
         def placement(name: str, tensor: torch.Tensor) -> str | None:
-            letters = next((one for one in layouts.get(name.removeprefix("grad_"), ()) if len(one) == tensor.ndim), "")
-            head_dim = letters.index("H") if "H" in letters and "D" in letters else 1
+            candidates = layouts.get(name.removeprefix("grad_"), ())
+            layout = next((layout for layout in candidates if len(layout) == tensor.ndim), "")
+            head_dim = layout.index("H") if "H" in layout and "D" in layout else 1
             return self._placements.of(module, attributes.get(name, name), tensor, head_dim=head_dim)
 
         return placement
 
 
-_BESIDE = port_of(f"{WIDE}input", {}), port_of(f"{WIDE}weight", {})
+_LAYER_OPERANDS = port_of(f"{WIDE}input", {}), port_of(f"{WIDE}weight", {})
 """The ports of the input and the weight of a layer that multiplies other tensors, which are computed from these."""
 
 _SHARED = "its tensor is another operand, too: one gradient for both"
 
 
 @dataclass(slots=True, kw_only=True)
-class Taking:
+class SourceRecorder:
     """Records the tensors of one source."""
 
-    watch: Watch
+    context: HookContext
     source: Source
     ports: Ports
     is_aliased: bool = True
     """Whether operands may be replaced by views of themselves."""
     placement: Placement | None = None
     """Finds the placement of shards; None if there are none."""
-    is_one_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
+    is_single_node: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
     """Tells from operands and keyword arguments whether the call is one node in autograd; None if it never is."""
     quantised_to: Callable[[], str] | None = None
     """Returns the `quant_type` of a call if the layer quantises its operands itself; None for other layers."""
     recorder: Recorder = field(init=False)
-    """The recorder of `watch`, stored here for speed."""
+    """The recorder of `context`, stored here for speed."""
 
     def __post_init__(self) -> None:
-        self.recorder = self.watch.recorder
+        self.recorder = self.context.recorder
 
     def begin(
         self,
         entry: RunningRole,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *more: Any,
+        *parameters: Any,
         is_aliased: bool = True,
     ) -> Arguments:
         """Record the operands of a call that starts. Returns the arguments to continue with.
 
         The dtype of the first floating-point operand, or else of the first operand, is the compute dtype. If there is
-        no tensor among the operands and `more`, the operands are refused and no call is counted. If `is_aliased` is
-        False, the arguments are not changed.
+        no tensor among the operands and `parameters`, the operands are refused and no call is counted. Unless
+        `is_aliased`, the arguments are not changed.
         """
         values = [argument.find(args, kwargs) for argument in self.ports.arguments]
-        tensors = [one for one in (*values, *more) if isinstance(one, torch.Tensor)]
+        tensors = [value for value in (*values, *parameters) if isinstance(value, torch.Tensor)]
         if tensors:
-            sample = next((one for one in tensors if one.is_floating_point()), tensors[0])
+            sample = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
             entry.call = self.begin_call(sample)
         call, is_repeated = entry.call, in_backward()
         self.expect_gradients(values, call)
-        tags = Tags(metadata=self.ports.said(args, kwargs)) if self.ports.options else NO_TAGS
+        tags = Tags(metadata=self.ports.options_json(args, kwargs)) if self.ports.options else NO_TAGS
         for argument, value in zip(self.ports.arguments, values, strict=True):
             if call is None or not isinstance(value, torch.Tensor):
                 self._refuse(argument, value, entry)
             elif not is_repeated:
                 for port in argument.ports:
-                    self.record(port, port.take(value), call, tags=tags)
+                    self.record(port, port.part_of(value), call, tags=tags)
                     tags = NO_TAGS
         if call is None or not is_aliased:
             return args, kwargs
-        twice = self._given_twice(values, kwargs) if len(values) > 1 else ()
+        repeated = self._repeated_operands(values, kwargs) if len(values) > 1 else ()
         for argument, value in zip(reversed(self.ports.arguments), reversed(values), strict=True):
             if not isinstance(value, torch.Tensor):
                 continue
-            seen = self._watched(value, argument.ports, call, is_shared=id(value) in twice)
-            if seen is not value:
-                args, kwargs = argument.put(seen, args, kwargs)
+            operand = self._alias_operand(value, argument.ports, call, is_shared=id(value) in repeated)
+            if operand is not value:
+                args, kwargs = argument.replace(operand, args, kwargs)
         return args, kwargs
 
     def begin_call(self, sample: torch.Tensor) -> Call:
@@ -444,61 +445,64 @@ class Taking:
         if torch.is_grad_enabled() or in_backward():
             return
         pairs = zip(self.ports.arguments, values, strict=True)
-        given = [one for one, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
-        if given and call is not None and call.mode is Mode.TRAIN:
-            ports = (*(port for argument in given for port in argument.ports), self.ports.output)
+        trained = [argument for argument, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
+        if trained and call is not None and call.mode is Mode.TRAIN:
+            ports = (*(port for argument in trained for port in argument.ports), self.ports.output)
             self.recorder.expect(self.source, (port.grad for port in ports))
 
-    def beside(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
+    def record_layer_operands(self, layer: RunningRole, call: Call, operands: Sequence[Any]) -> None:
         """Record the input and the weight of a linear layer whose own `forward` multiplies other tensors.
 
         `layer` is the running layer, and `operands` are the input, weight and bias of its product, which is starting.
         """
-        opened, module = layer.opened, layer.owner
-        assert opened is not None, "only asked of such layers"
-        opened.num_products += 1
-        opened.has_bias |= isinstance(operands[-1], torch.Tensor)
+        inner_products, module = layer.inner_products, layer.owner
+        assert inner_products is not None, "only asked of such layers"
+        inner_products.num_products += 1
+        inner_products.has_bias |= isinstance(operands[-1], torch.Tensor)
         if "weight" not in parameters_of(module):
             # The weight is computed from the parameters of a parametrization.
             parts = ((part, name) for part in module.modules() for name in parameters_of(part))
-            self.watch.owners.met.update(parts)
-        wide = opened.given, parameters_of(module).get("weight")
-        for port, own, operand in zip(_BESIDE, wide, operands, strict=False):
-            if own is None or in_backward() or has_same_values(own, operand):
+            self.context.owners.recorded.update(parts)
+        originals = inner_products.input, parameters_of(module).get("weight")
+        for port, original, operand in zip(_LAYER_OPERANDS, originals, operands, strict=False):
+            if original is None or in_backward() or has_same_values(original, operand):
                 continue
-            if own.dtype.itemsize == 1:
+            if original.dtype.itemsize == 1:
                 reason = "the layer multiplies with what it dequantises: its codes and scales are not recorded"
-            elif own is opened.given and opened.is_written:
+            elif original is inner_products.input and inner_products.is_written:
                 reason = "the forward of the layer wrote to it"
             else:
-                place = None if self.placement is None else self.placement(port.name.removeprefix(WIDE), own)
-                self.record(port, own, call, tags=tags_of(OWN_FORWARD), placement=place)
+                name = port.name.removeprefix(WIDE)
+                placement = None if self.placement is None else self.placement(name, original)
+                self.record(port, original, call, tags=tags_of(OWN_FORWARD), placement=placement)
                 continue
             self.recorder.refuse(self.source, port.value, reason, call=call)
 
-    def _given_twice(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
+    def _repeated_operands(self, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[int]:
         """The identities of tensors that are passed as several operands and must not be replaced by aliases.
 
         Autograd must add their gradients in the same order as without a capture. If the function is one node of the
         graph, it does so if the aliases are created from the last operand to the first.
         """
         counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
-        twice = [number for number, count in counts.items() if count > 1]
-        is_added_up = not twice or (self.is_one_node is not None and self.is_one_node(values, kwargs))
-        return () if is_added_up else twice
+        repeated = [number for number, count in counts.items() if count > 1]
+        is_single_node = self.is_single_node is not None and self.is_single_node(values, kwargs)
+        return () if is_single_node else repeated
 
     def _refuse(self, argument: Argument, value: Any, entry: RunningRole) -> None:
         """Report why an argument that is not a tensor is not recorded, or note on the output that there is no bias."""
         if value is None and argument.is_optional:
             if any(port.is_optional for port in argument.ports):
-                entry.words = (*entry.words, WITHOUT_BIAS)
+                entry.metadata_keys = (*entry.metadata_keys, WITHOUT_BIAS)
             return
         what = f"its argument {argument.keyword or argument.position!r}"
         reason = f"{what} was not passed" if value is None else f"{what} is a {type(value).__name__} and no tensor"
         for port in argument.ports:
             self.recorder.refuse(self.source, port.value, reason, call=entry.call)
 
-    def _watched(self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool) -> torch.Tensor:
+    def _alias_operand(
+        self, value: torch.Tensor, ports: Sequence[Port], call: Call, *, is_shared: bool
+    ) -> torch.Tensor:
         """The operand to continue with: an alias if its gradient will be recorded, otherwise the tensor itself."""
         if not (value.requires_grad and torch.is_grad_enabled() and self.is_aliased):
             return value
@@ -513,76 +517,76 @@ class Taking:
                 if port.value.has_samples:
                     self.recorder.refuse(self.source, port.grad, CACHED, call=call)
                 else:
-                    take = functools.partial(self.record_grad_now, port)
-                    self.watch.leaves.watch(self.source, port, value, call=call, take=take)
+                    record_grad = functools.partial(self.record_computed_grad, port)
+                    self.context.parameter_hooks.watch(self.source, port, value, call=call, record_grad=record_grad)
             return value
         alias = value.view_as(value)
         for port in wanted:
-            self.grad(port, alias, call, part=None if port.part is None else port.take)
+            self.record_grad(port, alias, call, part=None if port.part is None else port.part_of)
         return alias
 
-    def alias(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
+    def alias_parameter(self, port: Port, call: Call, weight: torch.Tensor) -> torch.Tensor:
         """A view of a parameter, whose gradient is the share of this call alone."""
         with self.recorder.guarded(self.source, port.grad):
             alias = weight.view_as(weight)
-            self.grad(port, alias, call)
+            self.record_grad(port, alias, call)
             return alias
         return weight
 
-    def result(self, given: Any, gives: Any, entry: RunningRole, *, at: int | str | None, of: str) -> None:
-        """Record the output of a call, taken from its result `gives` at the element `at`; `of` names it in messages."""
+    def record_result(
+        self, args: Any, result: Any, entry: RunningRole, *, element: int | str | None, name: str
+    ) -> None:
+        """Record the output of a call with arguments `args`: an element of its result. `name` is used in messages."""
         call = entry.call
         assert call is not None, "only called after a call"
-        found = tensor_in(gives, at)
-        if found is None:
-            reason = f"{of} gave a {type(gives).__name__} without a tensor at {at!r}"
+        output = tensor_in(result, element)
+        if output is None:
+            reason = f"{name} gave a {type(result).__name__} without a tensor at {element!r}"
             self.recorder.refuse(self.source, self.ports.output.value, reason, call=call)
             return
-        self.output(found, call, given=given, words=entry.words)
+        self.record_output(output, call, args=args, metadata_keys=entry.metadata_keys)
 
-    def output(
+    def record_output(
         self,
         output: torch.Tensor,
         call: Call,
         *,
-        given: Any,
-        words: tuple[str, ...] = (),
+        args: Any,
+        metadata_keys: tuple[str, ...] = (),
         order: tuple[int, ...] | None = None,
     ) -> None:
-        """Record the output of a call with arguments `given`, and its gradient when it is computed.
+        """Record the output of a call with arguments `args`, and its gradient when it is computed.
 
         The gradient also tells the hooks on weights which call they belong to. With `order`, both are recorded with
         their dimensions in this order.
         """
         port = self.ports.output
-        on_grad = self.watch.leaves.on_grad_output(self.source)
+        on_grad = self.context.parameter_hooks.on_grad_output(self.source)
         if not in_backward():
-            self.record(port, output if order is None else output.permute(order), call, tags=tags_of(*words))
+            ordered = output if order is None else output.permute(order)
+            self.record(port, ordered, call, tags=tags_of(*metadata_keys))
         if output.requires_grad and (on_grad is not None or self.recorder.wants(self.source, port.grad, call)):
-            seen = before_views(output, given=given)
-            part = None if seen is output and order is None else functools.partial(_part, output.shape, order)
-            about = (OWN_FORWARD,) if OWN_FORWARD in words else (PACKED,) if packs_tensors() else ()
-            self.grad(port, seen, call, part=part, on_grad=on_grad, tags=tags_of(*about))
+            hooked = tensor_for_hook(output, args=args)
+            part = None if hooked is output and order is None else functools.partial(_part, output.shape, order)
+            keys = (OWN_FORWARD,) if OWN_FORWARD in metadata_keys else (PACKED,) if packs_tensors() else ()
+            self.record_grad(port, hooked, call, part=part, on_grad=on_grad, tags=tags_of(*keys))
 
     def record(
         self, port: Port, tensor: torch.Tensor, call: Call, *, tags: Tags = NO_TAGS, placement: str | None = None
     ) -> None:
         """Record a tensor. A weight or bias is not recorded again if it has not changed."""
-        place = self.placement(port.name, tensor) if placement is None and self.placement is not None else placement
-        if port.value.has_samples:
-            self.recorder.record(self.source, port.value, tensor, call=call, placement=place, tags=tags)
-        else:
-            self.watch.weights.record(
-                self.recorder, self.source, port.value, tensor, call=call, placement=place, tags=tags
-            )
+        if placement is None and self.placement is not None:
+            placement = self.placement(port.name, tensor)
+        recorder = self.recorder if port.value.has_samples else self.context.weights
+        recorder.record(self.source, port.value, tensor, call=call, placement=placement, tags=tags)
 
-    def record_grad_now(self, port: Port, grad: torch.Tensor, call: Call, tags: Tags) -> None:
+    def record_computed_grad(self, port: Port, grad: torch.Tensor, call: Call, tags: Tags) -> None:
         """Record a gradient that has been computed."""
         placement = None if self.placement is None else self.placement(port.grad.tensor_name, grad)
-        own = DIFFERENTIABLE if torch.is_grad_enabled() else tags
-        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=own)
+        grad_tags = DIFFERENTIABLE if torch.is_grad_enabled() else tags
+        self.recorder.record(self.source, port.grad, grad, call=call, placement=placement, tags=grad_tags)
 
-    def grad(
+    def record_grad(
         self,
         port: Port,
         tensor: torch.Tensor,
@@ -607,7 +611,7 @@ def _part(shape: torch.Size, order: tuple[int, ...] | None, grad: torch.Tensor) 
     return whole if order is None else whole.permute(order)
 
 
-def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
+def tensor_for_hook(output: torch.Tensor, *, args: Any) -> torch.Tensor:
     """The tensor for the hook on the output's gradient, so that in-place changes of the output do not disable it.
 
     With a bias and three dimensions, the output is a view of the product. An in-place operation on a view removes the
@@ -621,4 +625,4 @@ def before_views(output: torch.Tensor, *, given: Any) -> torch.Tensor:
         return output
     if not (base.is_contiguous() and output.is_contiguous()):
         return output
-    return output if any(base is one or base is base_of(one) for one in tensors_in(given)) else base
+    return output if any(base is tensor or base is base_of(tensor) for tensor in tensors_in(args)) else base

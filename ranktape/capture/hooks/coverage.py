@@ -40,7 +40,7 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _BY_HAND = "its attention calls no function that is known: add a role for it (docs/roles.md)"
 
 
-class Sight(StrEnum):
+class Visibility(StrEnum):
     """Whether hooks see a weight, best first."""
 
     SEEN = "seen"
@@ -56,8 +56,8 @@ class Sight(StrEnum):
 
 
 _REASONS = {
-    Sight.UNSEEN: "no hook sees it",
-    Sight.USED: "no hook sees it: its module was not called, and its weight was used without it",
+    Visibility.UNSEEN: "no hook sees it",
+    Visibility.USED: "no hook sees it: its module was not called, and its weight was used without it",
 }
 
 
@@ -161,27 +161,32 @@ class ModuleCalls:
     def find_coverage(self, used: Collection[tuple[nn.Module, str]], *, num_models: int) -> Coverage:
         """The coverage of all modules with hooks. `used` is as in `check`; `num_models` counts all models so far."""
 
-        def sight_of(frame: Frame, name: str) -> Sight:
+        def visibility_of(frame: Frame, name: str) -> Visibility:
             if (frame.module, name) in used:
-                return Sight.SEEN
-            if frame.module in sights:
-                return sights[frame.module]
+                return Visibility.SEEN
+            if frame.module in visibilities:
+                return visibilities[frame.module]
             role = role_of(type(frame.module))
             is_wanted = (
                 self._options.wants_module(frame.path)
                 if role is None
                 else self._is_wanted_layer(role.layer_type, frame.path)
             )
-            return Sight.UNSEEN if is_wanted else Sight.LEFT_OUT
+            return Visibility.UNSEEN if is_wanted else Visibility.LEFT_OUT
 
-        sights = {module: self._sight_of_source(hooks.source) for module, hooks in self._hooks.items()}
+        visibilities = {module: self._visibility_of_source(hooks.source) for module, hooks in self._hooks.items()}
         # A walk through all parameters delays the training, so it is repeated only if hooks see something else.
-        unseen = frozenset((module, sight) for module, sight in sights.items() if sight is not Sight.SEEN)
+        unseen = frozenset(
+            (module, visibility) for module, visibility in visibilities.items() if visibility is not Visibility.SEEN
+        )
         key = num_models, len(self._frames), len(self._hooks), len(used), unseen
         if self._last is None or self._last[0] != key:
             ran = self._expected.ran()
             attention = self._attention({source.module for source in ran})
-            self._last = key, find_coverage(self._frames.values(), sight=sight_of, attending=attention, sources=ran)
+            self._last = (
+                key,
+                find_coverage(self._frames.values(), visibility=visibility_of, attending=attention, sources=ran),
+            )
         return self._last[1]
 
     def _attention(self, paths: Collection[str]) -> Iterator[Frame]:
@@ -191,16 +196,16 @@ class ModuleCalls:
             if is_wanted and (module in self.attention or any(is_within(path, frame.path) for path in paths)):
                 yield frame
 
-    def _sight_of_source(self, source: Source) -> Sight:
+    def _visibility_of_source(self, source: Source) -> Visibility:
         if not self._expected.is_idle(source):
-            return Sight.SEEN
-        return Sight.USED if self._expected.is_used(source) else Sight.IDLE
+            return Visibility.SEEN
+        return Visibility.USED if self._expected.is_used(source) else Visibility.IDLE
 
 
 def find_coverage(
     frames: Iterable[Frame],
     *,
-    sight: Callable[[Frame, str], Sight],
+    visibility: Callable[[Frame, str], Visibility],
     attending: Iterable[Frame],
     sources: Collection[Source],
 ) -> Coverage:
@@ -208,20 +213,20 @@ def find_coverage(
 
     Args:
         frames: The modules of the model.
-        sight: Tells from a module and the name of a parameter whether hooks see the parameter.
+        visibility: Tells from a module and the name of a parameter whether hooks see the parameter.
         attending: The modules that ran and compute attention according to the names of their classes.
         sources: The sources that were recorded, or would have been.
     """
-    weights: dict[int, tuple[Sight, int, str]] = {}
+    weights: dict[int, tuple[Visibility, int, str]] = {}
     for frame in frames:
         for name, weight in parameters_of(frame.module).items():
             if weight is None or weight.ndim < _MIN_DIMS:
                 continue
-            own = sight(frame, name), weight.numel(), _label(f"{frame.path}.{name}", frame.module)
-            known, num_values, label = weights.get(id(weight), own)
+            entry = visibility(frame, name), weight.numel(), _label(f"{frame.path}.{name}", frame.module)
+            known, num_values, label = weights.get(id(weight), entry)
             # A shared weight is seen if it is seen in any of its modules.
-            weights[id(weight)] = min(own[0], known, key=list(Sight).index), num_values, label
-    counts: Counter[Sight] = Counter()
+            weights[id(weight)] = min(entry[0], known, key=list(Visibility).index), num_values, label
+    counts: Counter[Visibility] = Counter()
     unseen: Counter[str] = Counter()
     reasons: dict[str, str] = {}
     for kind, num_values, label in weights.values():
@@ -238,9 +243,9 @@ def find_coverage(
         if share >= MIN_SHARE
     }
     return Coverage(
-        seen=counts[Sight.SEEN] / total if total else 1.0,
-        left_out=counts[Sight.LEFT_OUT] / max(total, 1),
-        idle=counts[Sight.IDLE] / max(total, 1),
+        seen=counts[Visibility.SEEN] / total if total else 1.0,
+        left_out=counts[Visibility.LEFT_OUT] / max(total, 1),
+        idle=counts[Visibility.IDLE] / max(total, 1),
         unseen=named | _attention_by_hand(attending, sources=sources),
         shares=shares,
     )

@@ -23,9 +23,16 @@ import torch
 from torch import nn
 from torch.overrides import has_torch_function
 
-from ranktape.capture.hooks.calls import OWN_FORWARD, WITHOUT_BIAS, RunningRole, Taking, Watch, is_cached_by_autocast
+from ranktape.capture.hooks.calls import (
+    OWN_FORWARD,
+    WITHOUT_BIAS,
+    HookContext,
+    RunningRole,
+    SourceRecorder,
+    is_cached_by_autocast,
+)
 from ranktape.capture.hooks.hook import MODE, Around, as_itself, replace, resolve
-from ranktape.capture.hooks.module_hooks import MULTIHEAD_CALL, MultiheadHooks, learn_linear
+from ranktape.capture.hooks.module_hooks import MULTIHEAD_CALL, MultiheadHooks, note_calls_linear
 from ranktape.capture.hooks.owners import Owner
 from ranktape.capture.hooks.written_attention import WrittenAttention
 from ranktape.capture.passes.python_stack import innermost_direct_call
@@ -62,7 +69,7 @@ _SPARSE = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SeenFunction:
+class KnownFunction:
     """A function with a role."""
 
     role: FunctionRole
@@ -108,7 +115,7 @@ def _has_torch_function(relevant_args: Any) -> bool:
         return has_torch_function(relevant_args)
 
 
-def asks_modes(function: FunctionType) -> bool:
+def dispatches_to_modes(function: FunctionType) -> bool:
     """Whether a Python function of torch dispatches its calls to modes."""
     return not _QUESTION_SET.isdisjoint(function.__code__.co_names)
 
@@ -152,7 +159,7 @@ class Exchanged:
         self.code: CodeType = function.__code__
         """The original code."""
         handler = Handler(call, function)
-        self.own = _TEMPLATE.replace(
+        self.replacement = _TEMPLATE.replace(
             co_consts=tuple(handler if one == _HANDLER else one for one in _TEMPLATE.co_consts),
             co_freevars=self.code.co_freevars,
             co_name=self.code.co_name,
@@ -160,11 +167,11 @@ class Exchanged:
             co_firstlineno=self.code.co_firstlineno,
         )
         """The replacement."""
-        function.__code__ = self.own
+        function.__code__ = self.replacement
 
     def remove(self) -> None:
         """Have the function run its own code again."""
-        if self._function.__code__ is self.own:
+        if self._function.__code__ is self.replacement:
             self._function.__code__ = self.code
         if not self._has_signature:
             vars(self._function).pop("__signature__", None)
@@ -173,7 +180,7 @@ class Exchanged:
 class Wrapped:
     """Wraps a callable, and records its calls while an iteration is captured."""
 
-    def __init__(self, original: Callable[..., Any], target: SeenFunction, *, is_named: bool = False) -> None:
+    def __init__(self, original: Callable[..., Any], target: KnownFunction, *, is_named: bool = False) -> None:
         """`is_named` tells whether it replaces the original under its name in torch, which tensor subclasses know."""
         self._is_named = is_named
         self.original = original
@@ -200,27 +207,27 @@ class FunctionHooks:
 
     def __init__(
         self,
-        watch: Watch,
+        context: HookContext,
         *,
         is_wanted: Callable[[str, str], bool],
         multihead: MultiheadHooks | None,
     ) -> None:
         """`is_wanted` tells from a layer type and the path of a module whether to record it."""
-        self._watch = watch
-        self._owners = watch.owners
-        self._recorder = watch.recorder
-        self._tracker = watch.tracker
-        self._running = watch.running
+        self._context = context
+        self._owners = context.owners
+        self._recorder = context.recorder
+        self._tracker = context.tracker
+        self._running = context.running
         self._is_wanted = is_wanted
         self._multihead = multihead
         self._written = WrittenAttention(
-            watch, running=self._computing, source=functools.partial(self._source, ATTENTION)
+            context, current_frame=self._current_frame, source=functools.partial(self._source, ATTENTION)
         )
-        self.targets: dict[Any, SeenFunction] = {}
+        self.targets: dict[Any, KnownFunction] = {}
         """The role of each function."""
         self._exchanged: dict[FunctionType, Exchanged] = {}
         """The functions whose code is replaced."""
-        self.givers: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
+        self.getters: list[tuple[Any, str, Callable[..., Any], Callable[..., Any], FunctionRole]] = []
         """The methods of registries: holder, attribute, original, replacement, and role of the returned function."""
         self._stands_in = False
         self._named: dict[tuple[ModuleType, str], tuple[Any, Callable[..., Any]]] = {}
@@ -231,15 +238,15 @@ class FunctionHooks:
     def roles(self) -> Iterator[FunctionRole]:
         """The roles for which a function was found."""
         yield from dict.fromkeys(target.role for target in self.targets.values())
-        yield from (role for *_, role in self.givers)
+        yield from (role for *_, role in self.getters)
 
     def begin(self) -> None:
         """Start recording all functions that have been loaded."""
         MODE.hooks = self
         for role in function_roles():
             for name in role.functions:
-                if (found := resolve(name)) is not None:
-                    self._see(role, name, *found)
+                if (location := resolve(name)) is not None:
+                    self._add_function(role, name, *location)
         function: Any = torch.nn.functional.multi_head_attention_forward
         if self._multihead is not None and function not in self._exchanged:
             self._exchanged[function] = Exchanged(function, self._multihead_forward)
@@ -260,37 +267,37 @@ class FunctionHooks:
         self._undo.clear()
         self._exchanged.clear()
         self._named.clear()
-        self.givers.clear()
+        self.getters.clear()
         self._written.forget()
 
-    def _see(self, role: FunctionRole, name: str, holder: Any, attribute: str) -> None:
+    def _add_function(self, role: FunctionRole, name: str, holder: Any, attribute: str) -> None:
         function = getattr(holder, attribute)
         if role.gives_function:
-            if not any(give is function for *_, give, _ in self.givers):
-                give = self._giver(function, role)
+            if not any(getter is function for *_, getter, _ in self.getters):
+                getter = self._wrap_getter(function, role)
                 self._undo.append(functools.partial(setattr, holder, attribute, function))
-                setattr(holder, attribute, give)
-                self.givers.append((holder, attribute, function, give, role))
+                setattr(holder, attribute, getter)
+                self.getters.append((holder, attribute, function, getter, role))
             return
         if name.startswith(_FUNCTIONAL):
             # The program may have put its own function there, which calls torch's.
             function = functional(attribute) or function
-        if isinstance(function, Wrapped) or self._is_seen(function):
+        if isinstance(function, Wrapped) or self._is_known(function):
             return
-        target = SeenFunction(role, resolved(ports_of(role), function))
-        if isinstance(function, FunctionType) and not asks_modes(function):
+        target = KnownFunction(role, resolved(ports_of(role), function))
+        if isinstance(function, FunctionType) and not dispatches_to_modes(function):
             self.targets[function] = target
             self._exchanged[function] = Exchanged(function, functools.partial(self._called, target))
         elif name.startswith("torch."):
-            for one in (function, *_overloads(function)):
-                self.targets[one] = target
+            for variant in (function, *_overloads(function)):
+                self.targets[variant] = target
         else:
             self.targets[function] = target
             undo = replace(name, lambda original: Wrapped(original, target))
             if undo is not None:
                 self._undo.append(undo)
 
-    def _is_seen(self, function: Any) -> bool:
+    def _is_known(self, function: Any) -> bool:
         try:
             return function in self.targets
         except TypeError:
@@ -304,21 +311,21 @@ class FunctionHooks:
         self._stands_in = True
         for function, target in self.targets.items():
             name = getattr(function, "__name__", "")
-            own: Any = getattr(torch.nn.functional, name, None)
-            if own == function and function not in self._exchanged and target.role not in ATTENTION_STEPS:
+            current: Any = getattr(torch.nn.functional, name, None)
+            if current == function and function not in self._exchanged and target.role not in ATTENTION_STEPS:
                 self._named[torch.nn.functional, name] = function, Wrapped(function, target, is_named=True)
         self._set_names(1)
 
-    def _set_names(self, place: int) -> None:
+    def _set_names(self, index: int) -> None:
         """Put the originals (0) or the replacements (1) of functions into modules of torch."""
         for (holder, name), pair in self._named.items():
-            if vars(holder)[name] is pair[1 - place]:
-                setattr(holder, name, pair[place])
+            if vars(holder)[name] is pair[1 - index]:
+                setattr(holder, name, pair[index])
 
     @property
-    def own_codes(self) -> Iterator[CodeType]:
+    def replacement_codes(self) -> Iterator[CodeType]:
         """All code that runs instead of the code of functions."""
-        yield from (exchanged.own for exchanged in self._exchanged.values())
+        yield from (exchanged.replacement for exchanged in self._exchanged.values())
         yield from (Handler.__call__.__code__, Wrapped.__call__.__code__, _has_torch_function.__code__)
 
     @contextlib.contextmanager
@@ -332,65 +339,65 @@ class FunctionHooks:
         finally:
             self._set_names(1)
             for function, exchanged in self._exchanged.items():
-                function.__code__ = exchanged.own
+                function.__code__ = exchanged.replacement
 
     @contextlib.contextmanager
-    def with_givers(self, make: Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]) -> Iterator[None]:
+    def with_getters(self, make: Callable[[Callable[..., Any], FunctionRole], Callable[..., Any]]) -> Iterator[None]:
         """Context in which each method of a registry is replaced by the result of `make` for the original and role."""
-        for holder, name, original, _, role in self.givers:
+        for holder, name, original, _, role in self.getters:
             setattr(holder, name, make(original, role))
         try:
             yield
         finally:
-            for holder, name, _, give, _ in self.givers:
-                setattr(holder, name, give)
+            for holder, name, _, getter, _ in self.getters:
+                setattr(holder, name, getter)
 
     def is_changed(self, value: Any) -> bool:
         """Whether an object is a replaced function or the replacement of one."""
         is_named = any(value is function for function, _ in self._named.values())
         return is_named or isinstance(value, Wrapped) or (isinstance(value, FunctionType) and value in self._exchanged)
 
-    def _giver(self, original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
+    def _wrap_getter(self, original: Callable[..., Any], role: FunctionRole) -> Callable[..., Any]:
         """The replacement of a method that returns a function, which returns the function wrapped."""
-        target = SeenFunction(role, resolved(ports_of(role), original))
+        target = KnownFunction(role, resolved(ports_of(role), original))
 
         @functools.wraps(original)
-        def give(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            if not isinstance(found, Around):
-                return Wrapped(found, target)
-            if not isinstance(found.function, Wrapped):
-                self._undo.append(functools.partial(setattr, found, "function", found.function))
-                found.function = Wrapped(found.function, target)
-            return found
+        def getter(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not isinstance(result, Around):
+                return Wrapped(result, target)
+            if not isinstance(result.function, Wrapped):
+                self._undo.append(functools.partial(setattr, result, "function", result.function))
+                result.function = Wrapped(result.function, target)
+            return result
 
-        return give
+        return getter
 
     def in_graphs(self) -> dict[Any, tuple[FunctionRole, Ports, int | None]]:
         """The role, the ports and the index of the output for each target of a call in a graph.
 
         For functions from a registry, the key is the name of the role, because graphs have marks around them.
         """
-        found: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
+        targets: dict[Any, tuple[FunctionRole, Ports, int | None]] = {}
         for function, target in self.targets.items():
             role, ports = target.role, target.ports
             if role in {*PARAMETER_PRODUCTS, *ATTENTION_STEPS} or not self._is_wanted_in_graphs(role):
                 continue
-            found[function] = role, ports, role.output if isinstance(role.output, int) else None
+            targets[function] = role, ports, role.output if isinstance(role.output, int) else None
             for name in role.functions:
-                for operator, at in _operators(name):
-                    found[operator] = role, ports, at
-        for _, _, original, _, role in self.givers:
+                for operator, element in _operators(name):
+                    targets[operator] = role, ports, element
+        for _, _, original, _, role in self.getters:
             if self._is_wanted_in_graphs(role):
-                found[role.name] = role, resolved(ports_of(role), original), None
-        return found
+                targets[role.name] = role, resolved(ports_of(role), original), None
+        return targets
 
     def _is_wanted_in_graphs(self, role: FunctionRole) -> bool:
         options = self._recorder.options
         is_named = not options.wants_layers or options.names_layer_type(role.layer_type)
         return is_named and options.wants_layer_type(role.layer_type)
 
-    def _called(self, target: SeenFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _called(self, target: KnownFunction, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the call of a function whose code is replaced."""
         if MODE.hooks is not self or is_traced():
             return original(*args, **kwargs)
@@ -413,7 +420,7 @@ class FunctionHooks:
             return body(*args, **kwargs)
 
     def call(
-        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, target: KnownFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the function, and record the call if it is selected."""
         running = self._running
@@ -431,50 +438,55 @@ class FunctionHooks:
             return self._written.softmax(original, args, kwargs)
         if role in ATTENTION_STEPS:
             return self._multiply(target, original, args, kwargs)
-        return self._recorded(target, original, self._source(role), args, kwargs)
+        return self._call_recorded(target, original, self._source(role), args, kwargs)
 
     def _product(
-        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, target: KnownFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function that takes a parameter, inside a recorded module or on its own."""
         entries, role = self._running.entries, target.role
         weight = _owned(role).find(args, kwargs)
-        if entries and OWN_FORWARD in entries[-1].words and _is_product_of(entries[-1].owner, role, weight):
+        if entries and OWN_FORWARD in entries[-1].metadata_keys and _is_product_of(entries[-1].owner, role, weight):
             # In this call, the module is recorded; in later calls, its products will be.
-            learn_linear(entries[-1].owner)
-        if entries and any(tensor is weight for tensor, _ in entries[-1].awaited):
+            note_calls_linear(entries[-1].owner)
+        if entries and any(tensor is weight for tensor, _ in entries[-1].parameters_to_alias):
             # Without gradients, as inside an `autograd.Function`, the hook remains on the parameter itself.
             if torch.is_grad_enabled():
                 args, kwargs = self._with_aliases(entries[-1], target.ports, args, kwargs)
             return original(*args, **kwargs)
         # A sparse gradient cannot pass through the alias of a weight.
         is_sparse = kwargs.get("sparse", any(args[_SPARSE : _SPARSE + 1]))
-        layer = entries[-1] if entries and entries[-1].opened is not None else None
+        layer = entries[-1] if entries and entries[-1].inner_products is not None else None
         is_part = layer is None and self._running.has(role.layer_type)
-        if is_sparse or is_part or not isinstance(weight, torch.Tensor) or not _is_of_layers(role, weight, args):
+        if (
+            is_sparse
+            or is_part
+            or not isinstance(weight, torch.Tensor)
+            or not _may_be_layer_product(role, weight, args)
+        ):
             return original(*args, **kwargs)
-        if layer is not None and role is LINEAR and _is_of_layer(weight, layer.owner):
-            assert layer.opened is not None, "it is open"
-            assert layer.taking is not None, "what is open is recorded"
+        if layer is not None and role is LINEAR and _is_layer_product(weight, layer.owner):
+            assert layer.inner_products is not None, "it is open"
+            assert layer.source_recorder is not None, "what is open is recorded"
             # Inside an `autograd.Function`, the product has no gradients, so the module is recorded instead.
-            is_hidden = layer.opened.has_gradients and not torch.is_grad_enabled()
-            source = None if is_hidden else layer.taking.source
-            return self._recorded(target, original, source, args, kwargs, layer=layer)
+            is_hidden = layer.inner_products.has_gradients and not torch.is_grad_enabled()
+            source = None if is_hidden else layer.source_recorder.source
+            return self._call_recorded(target, original, source, args, kwargs, layer=layer)
         owner = self._owner(role, weight)
         if owner is None and role in PARAMETER_PRODUCTS:
             return self._multiply(target, original, args, kwargs)
-        if owner is None or (role in PARAMETER_PRODUCTS and _is_of_layer_of_its_own(owner)):
+        if owner is None or (role in PARAMETER_PRODUCTS and _is_layer_weight(owner)):
             return original(*args, **kwargs)
         source = self._source(role, owner)
         if source is not None:
-            self._owners.met.add((owner.frame.module, owner.attribute))
-        output = self._recorded(target, original, source, args, kwargs)
+            self._owners.recorded.add((owner.frame.module, owner.attribute))
+        output = self._call_recorded(target, original, source, args, kwargs)
         if self._multihead is not None:
-            self._multihead.see(owner, args, output)
+            self._multihead.record_product(owner, args, output)
         return output
 
     def _multiply(
-        self, target: SeenFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, target: KnownFunction, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a product without a parameter, which may be a step of an attention that is written out."""
         if any(self._running.has(kind) for kind in (ATTENTION.layer_type, MULTIHEAD_CALL)):
@@ -485,10 +497,10 @@ class FunctionHooks:
         """The owner of a weight; None if it is not a parameter of a known module."""
         with self._recorder.guarded():
             frame = self._tracker.current()
-            found = self._owners.find(weight, frame, role=role)
-            if found is None and is_transformed():
+            owner = self._owners.find(weight, frame, role=role)
+            if owner is None and is_transformed():
                 return self._owners.find(without_transforms(weight), frame, role=role)
-            return found
+            return owner
         return None
 
     def _with_aliases(
@@ -497,16 +509,18 @@ class FunctionHooks:
         """The arguments with aliases of the parameters that the module awaits, except those that autocast caches."""
         for argument in ports.arguments:
             value = argument.find(args, kwargs)
-            found = next((port for tensor, port in entry.awaited if tensor is value), None)
-            if found is None or is_cached_by_autocast(value) or entry.taking is None or entry.call is None:
+            found = next((port for tensor, port in entry.parameters_to_alias if tensor is value), None)
+            if found is None or is_cached_by_autocast(value) or entry.source_recorder is None or entry.call is None:
                 continue
-            entry.awaited = [one for one in entry.awaited if one[1] is not found]
-            args, kwargs = argument.put(entry.taking.alias(found, entry.call, value), args, kwargs)
+            entry.parameters_to_alias = [one for one in entry.parameters_to_alias if one[1] is not found]
+            args, kwargs = argument.replace(
+                entry.source_recorder.alias_parameter(found, entry.call, value), args, kwargs
+            )
         return args, kwargs
 
-    def _recorded(
+    def _call_recorded(
         self,
-        target: SeenFunction,
+        target: KnownFunction,
         original: Callable[..., Any],
         source: Source | None,
         args: tuple[Any, ...],
@@ -520,35 +534,37 @@ class FunctionHooks:
             return original(*args, **kwargs)
         entry = RunningRole(role.layer_type, role)
         if role in PARAMETER_PRODUCTS and role is not ADDMM:
-            entry.words = (WITHOUT_BIAS,)
+            entry.metadata_keys = (WITHOUT_BIAS,)
         if source is not None:
-            frame = self._computing()
-            place = None if role.owner or frame is None else self._watch.place(frame.module, ports_of(role))
-            within = None if layer is None else layer.taking
-            entry.taking = taking = Taking(
-                watch=self._watch,
+            frame = self._current_frame()
+            placement = (
+                None if role.owner or frame is None else self._context.placement_finder(frame.module, ports_of(role))
+            )
+            layer_recorder = None if layer is None else layer.source_recorder
+            entry.source_recorder = source_recorder = SourceRecorder(
+                context=self._context,
                 source=source,
                 ports=ports,
-                placement=place if within is None else within.placement,
-                is_one_node=_is_fused if role is ATTENTION else None,
-                quantised_to=None if within is None else within.quantised_to,
+                placement=placement if layer_recorder is None else layer_recorder.placement,
+                is_single_node=_is_fused if role is ATTENTION else None,
+                quantised_to=None if layer_recorder is None else layer_recorder.quantised_to,
             )
             with self._recorder.guarded(source):
                 operands = [argument.find(args, kwargs) for argument in ports.arguments]
-                args, kwargs = taking.begin(entry, args, kwargs)
+                args, kwargs = source_recorder.begin(entry, args, kwargs)
                 if layer is not None and entry.call is not None:
-                    taking.beside(layer, entry.call, operands)
+                    source_recorder.record_layer_operands(layer, entry.call, operands)
         self._running.entries.append(entry)
         try:
             output = original(*args, **kwargs)
         finally:
             self._running.leave(role)
-        if entry.taking is not None and entry.call is not None:
+        if entry.source_recorder is not None and entry.call is not None:
             with self._recorder.guarded(source):
-                entry.taking.result((args, kwargs), output, entry, at=role.output, of=role.name)
+                entry.source_recorder.record_result((args, kwargs), output, entry, element=role.output, name=role.name)
         return output
 
-    def _computing(self) -> Frame | None:
+    def _current_frame(self) -> Frame | None:
         """The innermost running module, including those whose `forward` was called directly."""
         current, frames = self._tracker.current(), self._owners.frames
         module = innermost_direct_call(frames, None if current is None else current.module)
@@ -556,26 +572,28 @@ class FunctionHooks:
 
     def _source(self, role: FunctionRole, owner: Owner | None = None) -> Source | None:
         """The source of a call; None if it is not selected."""
-        of = self._computing() if owner is None else owner.frame
-        path = owner.path if owner is not None else "" if of is None else of.path
+        frame = self._current_frame() if owner is None else owner.frame
+        path = owner.path if owner is not None else "" if frame is None else frame.path
         if not self._is_wanted(role.layer_type, path):
             return None
-        layer_idx, stack = (-1, "") if of is None else (of.layer_idx, of.layer_stack)
+        layer_idx, stack = (-1, "") if frame is None else (frame.layer_idx, frame.layer_stack)
         return Source(path, role.layer_type, layer_idx, role.component, stack)
 
 
-def _is_of_layer(weight: torch.Tensor, module: nn.Linear) -> bool:
+def _is_layer_product(weight: torch.Tensor, module: nn.Linear) -> bool:
     """Whether a product in the `forward` of a linear layer is that of the layer: with its weight or a computed one."""
-    own, base = parameters_of(module).get("weight"), base_of(weight)
-    if weight is own:
+    layer_weight, base = parameters_of(module).get("weight"), base_of(weight)
+    if weight is layer_weight:
         return True
-    if own is None:  # parametrized
+    if layer_weight is None:  # parametrized
         return tuple(weight.shape) == (module.out_features, module.in_features)
-    is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not own)
-    return not is_other and tuple(weight.shape) == (module.out_features, module.in_features)
+    is_other_parameter = isinstance(weight, nn.Parameter) or (
+        isinstance(base, nn.Parameter) and base is not layer_weight
+    )
+    return not is_other_parameter and tuple(weight.shape) == (module.out_features, module.in_features)
 
 
-def _is_of_layer_of_its_own(owner: Owner) -> bool:
+def _is_layer_weight(owner: Owner) -> bool:
     """Whether a parameter is the weight of a linear layer, which is recorded as a module."""
     role = role_of(type(owner.frame.module))
     return role is not None and role.layer_type == LINEAR.layer_type and owner.attribute == "weight"
@@ -587,10 +605,10 @@ def _is_product_of(owner: Any, role: FunctionRole, weight: Any) -> bool:
     False if gradients are disabled, because the call may be inside an `autograd.Function`, which has the gradients.
     """
     is_linear = role is LINEAR and isinstance(owner, nn.Linear) and isinstance(weight, torch.Tensor)
-    return is_linear and torch.is_grad_enabled() and _is_of_layer(weight, owner)
+    return is_linear and torch.is_grad_enabled() and _is_layer_product(weight, owner)
 
 
-def _is_of_layers(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...]) -> bool:
+def _may_be_layer_product(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a product may be that of a layer, which excludes sums with other activations and dot products."""
     if role not in PARAMETER_PRODUCTS:
         return True

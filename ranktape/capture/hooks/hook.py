@@ -74,40 +74,40 @@ class FunctionMode(TorchFunctionMode):
         if thread.entered and thread.entered[-1][0] is module:
             thread.entered.append((module, _nothing))  # it calls itself
         elif not thread.num_suspended and self.hooks is not None and not self.is_active:
-            self._put_in()
-            thread.entered.append((module, self._take_out))
+            self._push()
+            thread.entered.append((module, self._remove))
 
     def leave(self, module: nn.Module) -> None:
         """Undo `enter`, after a module has returned or raised."""
         entered = self._thread.entered
-        if entered and any(one is module for one, _ in entered):
+        if entered and any(running is module for running, _ in entered):
             while True:  # also for inner modules whose hooks an exception skipped
-                one, undo = entered.pop()
+                running, undo = entered.pop()
                 undo()
-                if one is module:
+                if running is module:
                     return
 
     def stay(self) -> None:
         """Be active on this thread until `reset`, because no hook runs after a `forward` that is called directly."""
         if self.hooks is not None and not self._thread.num_suspended and not self.is_active:
-            self._put_in()
+            self._push()
 
     def reset(self) -> None:
         """Be inactive on this thread, even if modules were left without a call of their hooks."""
         self._thread.entered.clear()
-        self._take_out()
+        self._remove()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Be active in this context, on this thread."""
         is_new = not self._thread.num_suspended and self.hooks is not None and not self.is_active
         if is_new:
-            self._put_in()
+            self._push()
         try:
             yield
         finally:
             if is_new:
-                self._take_out()
+                self._remove()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -122,29 +122,29 @@ class FunctionMode(TorchFunctionMode):
     @contextlib.contextmanager
     def inactive(self) -> Iterator[None]:
         """Be inactive in this context, on this thread, until a module is entered, and after the iteration."""
-        was_active = self._take_out()
+        was_active = self._remove()
         try:
             yield
         finally:
             if was_active and self.hooks is not None and not self.is_active:
-                self._put_in()
+                self._push()
 
     @property
     def is_active(self) -> bool:
         """Whether the mode is on this thread's stack. While it handles a call, it is not."""
-        for place in range(num_modes()):  # noqa: SIM110  (runs for each module: a generator takes twice the time)
-            if mode_at(place) is self:
+        for index in range(num_modes()):  # noqa: SIM110  (runs for each module: a generator takes twice the time)
+            if mode_at(index) is self:
                 return True
         return False
 
-    def _put_in(self) -> None:
+    def _push(self) -> None:
         above = [pop_mode() for _ in range(num_modes())]
         if above and is_default_device(above[-1]):
             push_mode(above.pop())
         for mode in (self, *reversed(above)):
             push_mode(mode)
 
-    def _take_out(self) -> bool:
+    def _remove(self) -> bool:
         """Remove the mode from the stack. Returns whether it was on it."""
         if not self.is_active:
             return False
@@ -216,10 +216,10 @@ def replace(name: str, make: Make) -> Callable[[], None] | None:
     That function does nothing if the replacement has been replaced by others. The result is None if the name does not
     exist or its module is not loaded.
     """
-    found = resolve(name)
-    if found is None:
+    target = resolve(name)
+    if target is None:
         return None
-    owner, attribute = found
+    owner, attribute = target
     original = getattr(owner, "__dict__", {}).get(attribute)
     if original is None:
         return lambda: None
@@ -264,22 +264,22 @@ class Replacements:
 def without_global_hooks(owner: object) -> Iterator[None]:
     """Context in which methods of an object are not among torch's global forward pre-hooks."""
     hooks = global_forward_pre_hooks()
-    own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
-    for key in own:
+    removed = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner}
+    for key in removed:
         del hooks[key]
     try:
         yield
     finally:
-        hooks.update(own)
+        hooks.update(removed)
 
 
 def resolve(name: str) -> tuple[Any, str] | None:
     """The object that has the last attribute of a dotted name, and the attribute's name; None if it does not exist."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
-        holder: Any = sys.modules.get(".".join(parts[:length]))
-        if isinstance(holder, ModuleType):
+        owner: Any = sys.modules.get(".".join(parts[:length]))
+        if isinstance(owner, ModuleType):
             for part in parts[length:-1]:
-                holder = getattr(holder, part, None)
-            return (holder, parts[-1]) if hasattr(holder, parts[-1]) else None
+                owner = getattr(owner, part, None)
+            return (owner, parts[-1]) if hasattr(owner, parts[-1]) else None
     return None

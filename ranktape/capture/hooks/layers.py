@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranktape.capture.hooks.calls import Taking, Watch
+from ranktape.capture.hooks.calls import HookContext, SourceRecorder
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.stacks import Stack, embedding_path, module_path
-from ranktape.capture.hooks.states import holding, is_asked_for, states_here
+from ranktape.capture.hooks.states import holding, is_imported, thread_states
 from ranktape.capture.roles.table import OUTPUT, Ports, port_of
 from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source
@@ -34,15 +34,15 @@ _VALUE = LAYER_PORTS.output.value
 class LayerHooks:
     """The hooks on the layers of all stacks for one iteration."""
 
-    def __init__(self, watch: Watch) -> None:
-        options = watch.recorder.options
+    def __init__(self, context: HookContext) -> None:
+        options = context.recorder.options
         self._wanted = read_numbers("layers", options.layers) if options.wants_layers else None
-        self._watch = watch
+        self._context = context
         self._firsts: list[weakref.ref[nn.Module]] = []
         self.hooks: dict[Hook, nn.Module] = {}
         """The hooks on layers, each with its module."""
         self._sources: dict[tuple[str, bool], Source | None] = {}
-        watch.handles.append(self)
+        context.handles.append(self)
 
     def attach(self, root: nn.Module, stack: Stack, *, prefix: str) -> None:
         """Put hooks on the selected layers of a stack, and on the input of its first layer."""
@@ -52,20 +52,20 @@ class LayerHooks:
         if first.idx == 0:
             path = prefix + embedding_path(root, stack)
             source = Source(module=path, layer_type="embedding", layer_idx=-1, component="hidden")
-            self._watch.recorder.attach(source, [_VALUE])
+            self._context.recorder.attach(source, [_VALUE])
         self._sources[prefix + first.path, True] = source
         enter = Hook(functools.partial(self._on_enter, source))
         self.hooks[enter] = first.module
-        self._watch.handles.append(first.module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._context.handles.append(first.module.register_forward_pre_hook(enter, with_kwargs=True))
         path = (prefix + module_path(stack.name)).rstrip(".")
         for layer in stack.layers:
             if self._wanted is None or self._wanted.holds(layer.idx):
                 source = Source(prefix + layer.path, "hidden", layer.idx, "hidden", path)
-                self._watch.recorder.attach(source, [_VALUE])
+                self._context.recorder.attach(source, [_VALUE])
                 self._sources[source.module, False] = source
                 leave = Hook(functools.partial(self._on_leave, source))
                 self.hooks[leave] = layer.module
-                self._watch.handles.append(layer.module.register_forward_hook(leave, with_kwargs=True))
+                self._context.handles.append(layer.module.register_forward_hook(leave, with_kwargs=True))
 
     def remove(self) -> None:
         """Release the copies of hidden states at the next forward pass."""
@@ -81,29 +81,29 @@ class LayerHooks:
 
     def begin(self) -> None:
         """Start a new list of hidden states, when a forward pass enters the first layer."""
-        states_here().begin(self, is_held=self._watch.tracker.is_active)
+        thread_states().begin(self, is_held=self._context.tracker.is_active)
 
     def hold(self, tensor: torch.Tensor | None) -> None:
         """Keep a copy of the output of a layer or the input of the first one; None if there is no tensor to copy.
 
         Copies of all layers may not fit on an accelerator, so there they are kept only if the program uses them.
         """
-        is_held = tensor is not None and (tensor.is_cpu or is_asked_for())
-        states_here().hold(self, tensor if is_held else None)
-        holding.add(states_here())
+        is_kept = tensor is not None and (tensor.is_cpu or is_imported())
+        thread_states().hold(self, tensor if is_kept else None)
+        holding.add(thread_states())
 
     def _on_leave(self, source: Source, _: nn.Module, *called: Any) -> None:
         if is_traced():
             return
         output = called[-1]
-        with self._watch.recorder.guarded(source):
+        with self._context.recorder.guarded(source):
             tensor = tensor_in(output, None)
             if tensor is not None:
-                self._take(source, tensor, given=called[:-1])
+                self._record(source, tensor, args=called[:-1])
                 return
             reason = f"the layer gave a {type(output).__name__} without a tensor"
-            self._watch.recorder.refuse(source, _VALUE, reason)
-        states_here().hold(self, None)
+            self._context.recorder.refuse(source, _VALUE, reason)
+        thread_states().hold(self, None)
 
     def _on_enter(self, source: Source | None, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced() or in_backward():
@@ -111,22 +111,22 @@ class LayerHooks:
         self.begin()
         if source is None:
             return
-        with self._watch.recorder.guarded(source):
+        with self._context.recorder.guarded(source):
             if (tensor := first_floating(args, kwargs)) is not None:
-                self._take(source, tensor, given=tensor)
+                self._record(source, tensor, args=tensor)
             return
-        states_here().hold(self, None)
+        thread_states().hold(self, None)
 
-    def _take(self, source: Source, tensor: torch.Tensor, *, given: Any) -> None:
-        """Record the output of a layer, called with `given`. For the input of the first layer, `given` is that input.
+    def _record(self, source: Source, tensor: torch.Tensor, *, args: Any) -> None:
+        """Record the output of a layer, called with `args`. For the input of the first layer, `args` is that input.
 
         That input is a tensor of the outer graph, even if a checkpoint recomputes the layer.
         """
-        recorder = self._watch.recorder
+        recorder = self._context.recorder
         if not recorder.follows(source):
             return
         call = recorder.begin_call(source, tensor)
-        Taking(watch=self._watch, source=source, ports=LAYER_PORTS).output(tensor, call, given=given)
+        SourceRecorder(context=self._context, source=source, ports=LAYER_PORTS).record_output(tensor, call, args=args)
         if not in_backward():
             self.hold(tensor)
 
@@ -137,8 +137,8 @@ def _release_at_next(module: nn.Module) -> None:
     def hook(_: nn.Module, args: Any) -> None:  # noqa: ARG001  (torch's signature)
         if is_traced() or in_backward():
             return
-        states_here().begin(None, is_held=False)
-        holding.discard(states_here())
+        thread_states().begin(None, is_held=False)
+        holding.discard(thread_states())
         if not holding:
             handle.remove()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ranktape.capture.hooks.calls import Watch, Weights
+from ranktape.capture.hooks.calls import HookContext, Weights
 from ranktape.capture.hooks.compiled import (
     EagerMode,
     IgnoredWarning,
@@ -33,7 +33,13 @@ from ranktape.capture.hooks.coverage import (
 from ranktape.capture.hooks.functions import Exchanged, FunctionHooks
 from ranktape.capture.hooks.hook import MODE, Hook, Replacements, without_global_hooks
 from ranktape.capture.hooks.layers import LayerHooks
-from ranktape.capture.hooks.module_hooks import ModuleHooks, MultiheadHooks, is_hidden, is_seen_inside, may_open
+from ranktape.capture.hooks.module_hooks import (
+    ModuleHooks,
+    MultiheadHooks,
+    is_hidden,
+    is_recorded_as_product,
+    may_record_products,
+)
 from ranktape.capture.hooks.stacks import check_layers, survey
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.python_stack import DirectCall, keyword_arguments, outermost_direct_call
@@ -94,9 +100,9 @@ class ModelHooks:
         self._hooks: dict[nn.Module, ModuleHooks] = {}
         self._inner_sources: dict[nn.Module, Source] = {}
         self._calls = ModuleCalls(recorder, frames=self._frames, hooks=self._hooks, is_wanted_layer=self._wants_layer)
-        self._weights = Weights()
+        self._weights = Weights(recorder)
         self.placements = Placements()
-        self._watch = self._new_watch()
+        self._context = self._new_context()
         self._functions: FunctionHooks | None = None
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
@@ -141,8 +147,8 @@ class ModelHooks:
         """
         self._check_layers(root)
         stage = self._stage_prefixes.get(root, "")
-        places = self._survey(root).places
-        new = {stage + place.path for place in places if place.path and place.module not in self._known}
+        frames = self._survey(root).frames
+        new = {stage + frame.path for frame in frames if frame.path and frame.module not in self._known}
         is_alone = role_of(type(root)) is not None and bool(self._roots)
         prefix = (
             f"{type(getattr(root, '_orig_mod', root)).__name__}{len(self._roots)}."
@@ -160,7 +166,7 @@ class ModelHooks:
         if module in self._stage_prefixes or (self._is_given and module not in self._known):
             return
         offset = self._options.layer_offset
-        numbers = [place.layer_idx for place in self._survey(module).places]
+        numbers = [frame.layer_idx for frame in self._survey(module).frames]
         prefix = "" if offset else stage_prefix(stage, numbers)
         for part in module.modules():
             self._stage_prefixes[part] = prefix
@@ -185,7 +191,7 @@ class ModelHooks:
     def attach_when_called(self) -> None:
         """Attach when the first module runs, unless the training is compiled; then this iteration is not captured."""
         self.remove_kept()
-        self._watch.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._attach_first)]
+        self._context.handles += [IgnoredWarning(), register_module_forward_pre_hook(self._attach_first)]
 
     def _attach_first(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global pre-hook of the first module. Its result replaces the arguments, despite torch's type."""
@@ -217,19 +223,19 @@ class ModelHooks:
             self._await_direct()
             return
         self._remove_hooks()
-        self._watch = watch = self._new_watch()
+        self._context = context = self._new_context()
         self._frameworks = Replacements(framework_replacements(tracker, self._recorder.guarded(), self.add_stage))
-        watch.handles.append(self._frameworks)
+        context.handles.append(self._frameworks)
         self._is_rehearsing = self._frameworks.refresh() and is_rehearsing()
         tracker.before_pass, tracker.find_direct = self._refresh, self._find_direct
-        self._multihead = MultiheadHooks(watch) if self._wants_layer_type("attention") else None
-        self._layers = LayerHooks(watch) if self._options.wants_layers or self._wants_layer_type("hidden") else None
-        self._functions = FunctionHooks(watch, is_wanted=self._wants_layer, multihead=self._multihead)
-        watch.handles.append(self._functions)
+        self._multihead = MultiheadHooks(context) if self._wants_layer_type("attention") else None
+        self._layers = LayerHooks(context) if self._options.wants_layers or self._wants_layer_type("hidden") else None
+        self._functions = FunctionHooks(context, is_wanted=self._wants_layer, multihead=self._multihead)
+        context.handles.append(self._functions)
         self._watch_compiler()
         self._attach_known()
         if not self._is_given:
-            watch.handles.append(register_module_forward_pre_hook(self._add_unknown))
+            context.handles.append(register_module_forward_pre_hook(self._add_unknown))
         may_stay = self._layers is None and not self._stage_prefixes and not self._is_refused
         self._layout = self._present_layout() if may_stay else []
         self._await_direct()
@@ -237,7 +243,7 @@ class ModelHooks:
     def _watch_compiler(self) -> None:
         """Handle compiled code in this iteration."""
         assert self._functions is not None, "only called while hooks are attached"
-        handles, before = self._watch.handles, self._eager
+        handles, before = self._context.handles, self._eager
         index = len(handles)
         if before is not None:
             index = handles.index(before)
@@ -255,7 +261,7 @@ class ModelHooks:
         functions = self._functions
         assert functions is not None, "only called while hooks are attached"
         self._regions = Regions(
-            GraphCalls(self._watch, frames=self._frames, is_wanted=self._wants_layer, layers=self._layers),
+            GraphCalls(self._context, frames=self._frames, is_wanted=self._wants_layer, layers=self._layers),
             targets=functions.in_graphs,
             modules=lambda: iter(self._frames),
             functions=functions,
@@ -308,7 +314,7 @@ class ModelHooks:
 
     def end_iteration(self, *, keeps_hooks: bool) -> None:
         """Finish an iteration. If `keeps_hooks`, keep the hooks for the next one, unless a call is still running."""
-        self._are_hooks_kept = keeps_hooks and self._tracker.current() is None and not self._watch.running.entries
+        self._are_hooks_kept = keeps_hooks and self._tracker.current() is None and not self._context.running.entries
         if not self._are_hooks_kept:
             self._remove_hooks()
 
@@ -321,8 +327,8 @@ class ModelHooks:
     def _remove_hooks(self) -> None:
         """Remove all hooks except those on the functions that run backward passes."""
         self._are_hooks_kept, self._is_refused, self._layout = False, False, []
-        self._watch.remove()
-        self._watch = self._new_watch()
+        self._context.remove()
+        self._context = self._new_context()
         self._hooks.clear()
         self._inner_sources.clear()
         self._frames.clear()
@@ -392,7 +398,7 @@ class ModelHooks:
         # With a selection, parts are left out on purpose.
         if not self._frames or not self._wants_layer_type("linear") or is_given(self._options.select):
             return None
-        return self._calls.find_coverage(self._watch.owners.met, num_models=len(self._roots))
+        return self._calls.find_coverage(self._context.owners.recorded, num_models=len(self._roots))
 
     def unmatched_roles(self) -> Iterator[str]:
         """The messages about registered roles that matched nothing."""
@@ -404,8 +410,8 @@ class ModelHooks:
         ]
         return (explain_unmatched(role, kinds) for role in missed)
 
-    def _new_watch(self) -> Watch:
-        return Watch(self._recorder, weights=self._weights, placements=self.placements, tell=self._on_note)
+    def _new_context(self) -> HookContext:
+        return HookContext(self._recorder, weights=self._weights, placements=self.placements, on_note=self._on_note)
 
     def _living(self) -> Iterator[tuple[nn.Module, str]]:
         """The models that are still alive, each with the prefix of the paths of its modules."""
@@ -433,7 +439,7 @@ class ModelHooks:
     def _renew(self) -> None:
         """Start an iteration with the hooks that stayed on."""
         assert self._functions is not None, "only called while hooks are attached"
-        self._watch.renew()
+        self._context.begin()
         self._calls.begin()
         for root, _ in self._living():
             if dist.is_available() and dist.is_initialized():
@@ -452,20 +458,20 @@ class ModelHooks:
         stage = self._stage_prefixes.get(root, "")
         found = self._survey(root)
         leave = Hook(self._on_leave, keeps_mode=True)
-        for place in found.places:
-            module = place.module
+        for surveyed in found.frames:
+            module = surveyed.module
             if module in self._frames:
                 continue
             before = self._stage_prefixes.get(module, "") + prefix
-            layer_stack = (before + place.layer_stack).rstrip(".") if place.layer_idx >= 0 else ""
-            frame = place._replace(path=(before + place.path).rstrip("."), layer_stack=layer_stack)
+            layer_stack = (before + surveyed.layer_stack).rstrip(".") if surveyed.layer_idx >= 0 else ""
+            frame = surveyed._replace(path=(before + surveyed.path).rstrip("."), layer_stack=layer_stack)
             self._frames[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks, and its code does not run in Python
-            self._watch.owners.add(frame)
+            self._context.owners.add(frame)
             enter = Hook(functools.partial(self._on_enter, frame, is_attention(module)), keeps_mode=True)
-            self._watch.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._watch.handles.append(module.register_forward_hook(leave, always_call=True))
+            self._context.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._context.handles.append(module.register_forward_hook(leave, always_call=True))
             with self._recorder.guarded(_source(frame, "module", "unknown")):
                 self._attach_role(frame)
             if module in self._hooks:
@@ -485,16 +491,16 @@ class ModelHooks:
             return
         source = _source(frame, role.layer_type, role.component)
         for attribute, port in ports_of(role).parameters:
-            if is_hidden(module, attribute) and not may_open(module, role):
+            if is_hidden(module, attribute) and not may_record_products(module, role):
                 reason = f"its {attribute} is not a plain parameter (parametrized, or not made yet)"
                 self._recorder.refuse(source, port.value, reason)
                 self._is_refused = True
                 if not port.is_optional:
                     return
-        if is_seen_inside(module, role):
+        if is_recorded_as_product(module, role):
             self._inner_sources[module] = source
             return
-        self._hooks[module] = ModuleHooks(module, role, source, self._watch)
+        self._hooks[module] = ModuleHooks(module, role, source, self._context)
 
     def _on_enter(
         self,
@@ -522,7 +528,7 @@ class ModelHooks:
         if tracker.is_active:
             if tracker.is_direct:
                 if self._was_called and not self._is_direct:
-                    self._watch.tell(_LATE)
+                    self._context.on_note(_LATE)
                 self._is_direct = self._was_direct = True
                 self._await_direct()
             self._was_called |= not tracker.is_direct
@@ -537,7 +543,7 @@ class ModelHooks:
             self._tracker.leave(module, output)
             if self._tracker.current() is None and not in_backward():
                 if is_recorded:
-                    self._calls.check(self._watch.owners.met)
+                    self._calls.check(self._context.owners.recorded)
                 self._await_direct()
 
     def _await_direct(self) -> None:

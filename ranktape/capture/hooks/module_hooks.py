@@ -31,13 +31,13 @@ from torch.nn.parameter import is_lazy
 from ranktape.capture.hooks.calls import (
     OWN_FORWARD,
     WITHOUT_BIAS,
-    Opened,
+    HookContext,
+    InnerProducts,
     RunningRole,
-    Taking,
-    Watch,
-    before_views,
+    SourceRecorder,
     is_cached_by_autocast,
     tags_of,
+    tensor_for_hook,
 )
 from ranktape.capture.hooks.hook import Hook
 from ranktape.capture.hooks.owners import Owner
@@ -56,13 +56,13 @@ ACCUMULATED = tags_of("accumulated")
 RETURNED = tags_of("returned")
 """The tags of a bias that the layer returns beside its output instead of adding it."""
 
-_OPEN = "products of a linear layer"
+_INNER_PRODUCTS = "products of a linear layer"
 """The kind of a running module whose products are recorded. It is no layer type, so that they are not part of it."""
 
 _calls_linear: MutableMapping[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
 """Whether the `forward` of a subclass of `nn.Linear` has called `F.linear`, for those that have run."""
 
-_UNKNOWN = "its forward had not run yet, and calls no F.linear: later calls have it"
+_NOT_RUN_YET = "its forward had not run yet, and calls no F.linear: later calls have it"
 """The reason why the first call has no gradient of its input."""
 
 _NO_BIAS = "the forward of the layer gives no bias to F.linear"
@@ -75,32 +75,32 @@ _SOMETIMES = "its forward calls F.linear in some calls, and did not in this one"
 class ModuleHooks:
     """The hooks on one module for one iteration."""
 
-    def __init__(self, module: nn.Module, role: ModuleRole, source: Source, watch: Watch) -> None:
+    def __init__(self, module: nn.Module, role: ModuleRole, source: Source, context: HookContext) -> None:
         """Put hooks on a module with a role."""
         self.source = source
         """The source of the module's tensors."""
         self._role = role
-        self._recorder = watch.recorder
-        self._running = watch.running
+        self._recorder = context.recorder
+        self._running = context.running
         self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
-        own = None if role.placement is None else functools.partial(role.placement, module)
+        placement = None if role.placement is None else functools.partial(role.placement, module)
         base = class_of(type(module), role)
-        self._is_own = role.component in PRODUCTS and computes_itself(module, base)
-        self._may_open = may_open(module, role)
+        self._has_own_forward = role.component in PRODUCTS and has_own_forward(module, base)
+        self._may_record_products = may_record_products(module, role)
         self._quantising = quantising(module)
-        self._tell = watch.tell
-        self._leaves = watch.leaves
-        self._taking = Taking(
-            watch=watch,
+        self._on_note = context.on_note
+        self._parameter_hooks = context.parameter_hooks
+        self._source_recorder = SourceRecorder(
+            context=context,
             source=source,
             ports=self._ports,
             is_aliased=role.is_aliased,
-            placement=own or watch.place(module, self._ports),
+            placement=placement or context.placement_finder(module, self._ports),
             quantised_to=None if self._quantising is None else self._quantising.to,
         )
         self._returned = frozenset({"bias"} if role.returned is not None and role.returned(module) else ())
         self.begin(module)
-        watch.handles += [
+        context.handles += [
             # The last pre-hook and the first hook: they run innermost, inside the hooks of wrappers.
             module.register_forward_pre_hook(Hook(self.before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True, always_call=True),
@@ -122,37 +122,40 @@ class ModuleHooks:
         # If the hook was removed during the call of its module, torch calls it without keyword arguments.
         if kwargs is None or is_traced():
             return None
-        entry = RunningRole(self._role.layer_type, module, self._taking)
+        entry = RunningRole(self._role.layer_type, module, self._source_recorder)
         self._running.entries.append(entry)
         with self._recorder.guarded(self.source):
             if self._recorder.follows(self.source):
-                if self._may_open and _is_expected_to_call_linear(module):
-                    given = self._ports.arguments[0].find(args, kwargs)
-                    tensor = given if isinstance(given, torch.Tensor) else None
-                    version = 0 if tensor is None else version_of(tensor)
-                    entry.layer_type, entry.opened = _OPEN, Opened(tensor, version, torch.is_grad_enabled())
+                if self._may_record_products and _is_expected_to_call_linear(module):
+                    input_tensor = self._ports.arguments[0].find(args, kwargs)
+                    plain_input = input_tensor if isinstance(input_tensor, torch.Tensor) else None
+                    version = 0 if plain_input is None else version_of(plain_input)
+                    entry.layer_type, entry.inner_products = (
+                        _INNER_PRODUCTS,
+                        InnerProducts(plain_input, version, torch.is_grad_enabled()),
+                    )
                     return None
-                self._note_own(entry, module)
-                parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
-                seen_args, seen_kwargs = self._taking.begin(entry, args, kwargs, *parameters)
+                self._note_own_forward(entry, module)
+                parameters = (_parameter(module, attribute) for attribute, _ in self._ports.parameters)
+                new_args, new_kwargs = self._source_recorder.begin(entry, args, kwargs, *parameters)
                 for attribute, port in self._ports.parameters if entry.call is not None else ():
-                    seen_kwargs = self._take_parameter(entry, module, attribute, port, seen_kwargs)
-                return seen_args, seen_kwargs
+                    new_kwargs = self._record_parameter(entry, module, attribute, port, new_kwargs)
+                return new_args, new_kwargs
         return args, kwargs
 
-    def _note_own(self, entry: RunningRole, module: nn.Module) -> None:
+    def _note_own_forward(self, entry: RunningRole, module: nn.Module) -> None:
         """Note that the module overrides `forward` or quantises its operands itself."""
-        if self._is_own:
-            entry.words = (OWN_FORWARD,)
-            self._refuse_scales(module)
+        if self._has_own_forward:
+            entry.metadata_keys = (OWN_FORWARD,)
+            self._refuse_weight_scales(module)
         quant_type = "" if self._quantising is None else self._quantising.to()
         if self._quantising is not None and quant_type:
-            self._tell(
+            self._on_note(
                 f"{self._quantising.kind} quantises operands inside of the product ({quant_type}): "
                 f"input and weight are recorded as they were before"
             )
-        elif self._is_own:
-            self._tell(
+        elif self._has_own_forward:
+            self._on_note(
                 f"{type(module).__name__} computes in a forward of its own that calls no F.linear: "
                 f"input, weight and output of the module are recorded, which may not be what was multiplied"
             )
@@ -161,56 +164,56 @@ class ModuleHooks:
         """The roles that every call with gradients has. Not gradients of operands, which may not require any."""
         for argument in self._ports.arguments:
             yield from (port.value for port in argument.ports)
-        own = [(_own(module, attribute), port) for attribute, port in self._ports.parameters]
-        yield from (port.value for one, port in own if one is not None)
+        parameters = [(_parameter(module, attribute), port) for attribute, port in self._ports.parameters]
+        yield from (port.value for parameter, port in parameters if parameter is not None)
         yield self._ports.output.value
-        trained = [port for one, port in own if one is not None and one.requires_grad]
+        trained = [port for parameter, port in parameters if parameter is not None and parameter.requires_grad]
         yield from (port.grad for port in trained if port.name not in self._returned)
         if trained:
             yield self._ports.output.grad
 
-    def _take_parameter(
+    def _record_parameter(
         self, entry: RunningRole, module: nn.Module, attribute: str, port: Port, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Record a parameter. Returns the keyword arguments to continue with."""
         call = entry.call
         assert call is not None, "only called in a call"
         # Megatron passes the weight that the output layer shares with the embedding.
-        given = kwargs.get(attribute)
+        passed = kwargs.get(attribute)
         # Read in the call, because FSDP replaces the weight for the time of the call.
-        weight = given if isinstance(given, torch.Tensor) else _in_call(module, attribute)
+        weight = passed if isinstance(passed, torch.Tensor) else _parameter_in_call(module, attribute)
         if weight is None:
             if not port.is_optional:
                 self._recorder.refuse(self.source, port.value, f"the module has no tensor {attribute!r}", call=call)
             elif not is_hidden(module, attribute):
-                entry.words = (*entry.words, WITHOUT_BIAS)
+                entry.metadata_keys = (*entry.metadata_keys, WITHOUT_BIAS)
             return kwargs
         is_returned = port.name in self._returned
         # An embedding with `max_norm` writes to its weight before it uses it.
-        is_written = _attribute(module, "max_norm") is not None
+        is_written = _attribute_or_none(module, "max_norm") is not None
         if is_written:
             entry.written = weight, port
         elif not in_backward():
-            self._taking.record(port, weight, call, tags=RETURNED if is_returned else NO_TAGS)
+            self._source_recorder.record(port, weight, call, tags=RETURNED if is_returned else NO_TAGS)
         # If others add the bias, its gradient comes before those of the layer, and its call cannot be determined.
         if is_returned or not (weight.requires_grad and torch.is_grad_enabled()):
             return kwargs
         if not self._recorder.wants(self.source, port.grad, call):
             return kwargs
-        if isinstance(given, torch.Tensor) and type(given) in PLAIN and not is_cached_by_autocast(given):
-            return {**kwargs, attribute: self._taking.alias(port, call, given)}
+        if isinstance(passed, torch.Tensor) and type(passed) in PLAIN and not is_cached_by_autocast(passed):
+            return {**kwargs, attribute: self._source_recorder.alias_parameter(port, call, passed)}
         # A sparse gradient cannot pass through an alias, and writing to an alias removes its hooks from the graph.
-        can_alias = type(weight) in PLAIN and not _attribute(module, "sparse") and not is_written
+        can_alias = type(weight) in PLAIN and not _attribute_or_none(module, "sparse") and not is_written
         if can_alias:
             # Replaced by an alias when `F.linear` takes it, if the layer calls that.
-            entry.awaited.append((weight, port))
+            entry.parameters_to_alias.append((weight, port))
         else:
-            self._watch_leaf(module, weight, port, call)
+            self._watch_parameter(module, weight, port, call)
         return kwargs
 
-    def _refuse_scales(self, module: nn.Module) -> None:
+    def _refuse_weight_scales(self, module: nn.Module) -> None:
         """Report that the scales of a quantised weight, which are other tensors of the module, are not recorded."""
-        weight = _own(module, "weight")
+        weight = _parameter(module, "weight")
         if weight is None or weight.dtype.itemsize > 1:
             return
         names = [
@@ -231,67 +234,72 @@ class ModuleHooks:
         if entry is None or output is None:
             return
         with self._recorder.guarded(self.source):
-            if entry.opened is not None and entry.opened.num_products:
-                learn_linear(module)
-                self._refuse_bias(entry.opened, module)
-            elif entry.opened is not None:
-                self._take_late(entry, entry.opened, module, called[0], called[1])
+            if entry.inner_products is not None and entry.inner_products.num_products:
+                note_calls_linear(module)
+                self._refuse_bias(entry.inner_products, module)
+            elif entry.inner_products is not None:
+                self._record_after_call(entry, entry.inner_products, module, called[0], called[1])
             if entry.call is None:
                 return
-            for weight, port in entry.awaited:
-                self._watch_leaf(module, weight, port, entry.call)
+            for weight, port in entry.parameters_to_alias:
+                self._watch_parameter(module, weight, port, entry.call)
             if entry.written is not None and not in_backward():
                 weight, port = entry.written
-                self._taking.record(port, weight, entry.call)
-            self._taking.result(called[:-1], output, entry, at=self._role.output, of="forward")
+                self._source_recorder.record(port, weight, entry.call)
+            self._source_recorder.record_result(called[:-1], output, entry, element=self._role.output, name="forward")
 
-    def _refuse_bias(self, opened: Opened, module: nn.Module) -> None:
+    def _refuse_bias(self, inner_products: InnerProducts, module: nn.Module) -> None:
         """Report the bias of a layer as not recorded if none of the layer's products takes it."""
-        bias = _own(module, "bias")
+        bias = _parameter(module, "bias")
         port = dict(self._ports.parameters).get("bias")
-        if bias is None or port is None or opened.has_bias:
+        if bias is None or port is None or inner_products.has_bias:
             return
         for role in (port.value, port.grad) if bias.requires_grad else (port.value,):
             self._recorder.refuse(self.source, role, _NO_BIAS)
 
-    def _take_late(
-        self, entry: RunningRole, opened: Opened, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _record_after_call(
+        self,
+        entry: RunningRole,
+        inner_products: InnerProducts,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """Record the operands of a module after its `forward`, which has not called `F.linear`."""
-        reason = _SOMETIMES if _calls_linear.setdefault(type(module).forward, False) else _UNKNOWN
+        reason = _SOMETIMES if _calls_linear.setdefault(type(module).forward, False) else _NOT_RUN_YET
         [port] = self._ports.arguments[0].ports
-        if opened.is_written:
+        if inner_products.is_written:
             self._recorder.refuse(self.source, port.value, "its forward wrote to it before it was recorded")
             return
-        self._note_own(entry, module)
-        parameters = (_own(module, attribute) for attribute, _ in self._ports.parameters)
-        self._taking.begin(entry, args, kwargs, *parameters, is_aliased=False)
+        self._note_own_forward(entry, module)
+        parameters = (_parameter(module, attribute) for attribute, _ in self._ports.parameters)
+        self._source_recorder.begin(entry, args, kwargs, *parameters, is_aliased=False)
         if entry.call is None:
             return
-        if opened.given is not None and opened.given.requires_grad and torch.is_grad_enabled():
+        if inner_products.input is not None and inner_products.input.requires_grad and torch.is_grad_enabled():
             self._recorder.refuse(self.source, port.grad, reason, call=entry.call)
         for attribute, own in self._ports.parameters:
-            self._take_parameter(entry, module, attribute, own, kwargs)
+            self._record_parameter(entry, module, attribute, own, kwargs)
 
-    def _watch_leaf(self, module: nn.Module, weight: torch.Tensor, port: Port, call: Call) -> None:
+    def _watch_parameter(self, module: nn.Module, weight: torch.Tensor, port: Port, call: Call) -> None:
         """Record the gradient of a weight by a hook on the weight itself."""
 
-        def take(grad: torch.Tensor, call: Call, tags: Tags) -> None:
+        def record_grad(grad: torch.Tensor, call: Call, tags: Tags) -> None:
             own = None if self._role.accumulated is None else self._role.accumulated(module, weight)
             if own is not None:
                 self._recorder.record(self.source, port.grad, own, call=call, tags=ACCUMULATED)
             else:
-                self._taking.record_grad_now(port, grad, call, tags)
+                self._source_recorder.record_computed_grad(port, grad, call, tags)
 
-        self._leaves.watch(self.source, port, weight, call=call, take=take)
+        self._parameter_hooks.watch(self.source, port, weight, call=call, record_grad=record_grad)
 
 
-def computes_itself(module: nn.Module, base: type) -> bool:
+def has_own_forward(module: nn.Module, base: type) -> bool:
     """Whether a module overrides the `forward` of the class that its role is for."""
     return type(module).forward is not base.forward or "forward" in vars(module)  # type: ignore[attr-defined]
 
 
-def may_open(module: nn.Module, role: ModuleRole) -> bool:
+def may_record_products(module: nn.Module, role: ModuleRole) -> bool:
     """Whether the products in the `forward` of a module are recorded instead of the module.
 
     This is so for a linear layer that overrides `forward` or has a parametrized parameter, because it may multiply
@@ -299,13 +307,13 @@ def may_open(module: nn.Module, role: ModuleRole) -> bool:
     """
     if class_of(type(module), role) is not nn.Linear:
         return False
-    own = [_own(module, attribute) for attribute in role.parameters.values()]
-    if any(one is not None and is_lazy(one) for one in own):
+    parameters = [_parameter(module, attribute) for attribute in role.parameters.values()]
+    if any(parameter is not None and is_lazy(parameter) for parameter in parameters):
         return False
-    return computes_itself(module, nn.Linear) or any(is_hidden(module, name) for name in role.parameters.values())
+    return has_own_forward(module, nn.Linear) or any(is_hidden(module, name) for name in role.parameters.values())
 
 
-def learn_linear(module: nn.Module) -> None:
+def note_calls_linear(module: nn.Module) -> None:
     """Note that the `forward` of a linear layer calls `F.linear`, at least in some calls."""
     _calls_linear[type(module).forward] = True
 
@@ -314,10 +322,10 @@ def _is_expected_to_call_linear(module: nn.Module) -> bool:
     """Whether the `forward` of a module has called `F.linear`, or, if it has not run yet, seems to call it."""
     kind = type(module)
     known = _calls_linear.get(kind.forward)
-    return known if known is not None else "forward" in vars(module) or _names_linear(kind.forward, kind, set())
+    return known if known is not None else "forward" in vars(module) or _mentions_linear(kind.forward, kind, set())
 
 
-def _names_linear(function: Callable[..., Any], kind: type, seen: set[CodeType]) -> bool:
+def _mentions_linear(function: Callable[..., Any], kind: type, seen: set[CodeType]) -> bool:
     """Whether a function uses the name `linear` or `forward`, itself or in a helper of its class or file."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
@@ -332,19 +340,19 @@ def _names_linear(function: Callable[..., Any], kind: type, seen: set[CodeType])
     names = {name for one in codes for name in one.co_names}
     found = [getattr(kind, name, None) or function.__globals__.get(name) for name in sorted(names)]
     helpers = [one for one in found if isinstance(one, FunctionType) and one.__module__ == function.__module__]
-    return not _LINEAR.isdisjoint(names) or any(_names_linear(one, kind, seen) for one in helpers)
+    return not _LINEAR.isdisjoint(names) or any(_mentions_linear(one, kind, seen) for one in helpers)
 
 
 _LINEAR = frozenset({"linear", "forward"})
 
 
-def is_seen_inside(module: nn.Module, role: ModuleRole) -> bool:
+def is_recorded_as_product(module: nn.Module, role: ModuleRole) -> bool:
     """Whether the product is recorded instead of the module, whose `forward` converts its operands to DTensors.
 
     With the `tp_plan` of transformers, the input and the output of the module are plain tensors, which do not tell
     which share a rank has.
     """
-    weight = _own(module, "weight")
+    weight = _parameter(module, "weight")
     is_shared_out = weight is not None and is_dtensor(weight)
     return is_shared_out and "forward" in vars(module) and role.component in PRODUCTS
 
@@ -354,27 +362,28 @@ def is_hidden(module: nn.Module, attribute: str) -> bool:
 
     False if the module does not have it, or if it is passed to each call. Outside a call, it is then None or empty.
     """
-    own = _own(module, attribute)
-    if own is not None:
-        return is_lazy(own)
-    at_rest = {**vars(module), **parameters_of(module)}.get(attribute, False)
-    return at_rest is not None and not (isinstance(at_rest, torch.Tensor) and not at_rest.numel())
+    parameter = _parameter(module, attribute)
+    if parameter is not None:
+        return is_lazy(parameter)
+    outside_call = {**vars(module), **parameters_of(module)}.get(attribute, False)
+    return outside_call is not None and not (isinstance(outside_call, torch.Tensor) and not outside_call.numel())
 
 
-def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
+def _parameter(module: nn.Module, attribute: str) -> torch.Tensor | None:
     """A parameter of a module; None if there is none. `getattr` would compute a parametrized one."""
     return parameters_of(module).get(attribute)
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
+def _attribute_or_none(module: nn.Module, name: str) -> Any:
     """An attribute of a module; None if it does not exist, for which `getattr` alone is slow."""
     return getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
 
 
-def _in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:
+def _parameter_in_call(module: nn.Module, attribute: str) -> torch.Tensor | None:
     """The parameter, or the tensor that replaces it during a call, as under FSDP1."""
-    own, view = _own(module, attribute), vars(module).get(attribute)
-    return view if own is None and isinstance(view, torch.Tensor) and view.numel() else own
+    parameter, replacement = _parameter(module, attribute), vars(module).get(attribute)
+    is_replaced = parameter is None and isinstance(replacement, torch.Tensor) and replacement.numel()
+    return replacement if is_replaced else parameter
 
 
 _NAMES = ("query", "key", "value")
@@ -386,47 +395,47 @@ _NEED_WEIGHTS = 4
 class MultiheadHooks:
     """The hooks on all `nn.MultiheadAttention` modules for one iteration."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._running = watch.running
-        self._recorder = watch.recorder
-        self._takings: dict[nn.Module, Taking] = {}
+    def __init__(self, context: HookContext) -> None:
+        self._context = context
+        self._running = context.running
+        self._recorder = context.recorder
+        self._source_recorders: dict[nn.Module, SourceRecorder] = {}
 
     def attach(self, module: nn.MultiheadAttention, source: Source) -> None:
         """Put hooks on a module."""
-        self._takings[module] = Taking(watch=self._watch, source=source, ports=ports_of(MULTIHEAD))
-        self._watch.handles += [
+        self._source_recorders[module] = SourceRecorder(context=self._context, source=source, ports=ports_of(MULTIHEAD))
+        self._context.handles += [
             module.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
             module.register_forward_hook(Hook(self._after), prepend=True, always_call=True),
         ]
 
-    def see(self, owner: Owner, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def record_product(self, owner: Owner, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Record a product with a parameter as operands or output of the running attention, if it belongs to one."""
         entries = self._running.entries
         entry = entries[-1] if entries else None
-        if entry is None or entry.layer_type != MULTIHEAD_CALL or entry.taking is None or entry.call is None:
+        if entry is None or entry.layer_type != MULTIHEAD_CALL or entry.source_recorder is None or entry.call is None:
             return
         module: Any = entry.owner
-        taking, heads, embed_dim = entry.taking, module.num_heads, module.embed_dim
-        with self._recorder.guarded(taking.source):
+        source_recorder, heads, embed_dim = entry.source_recorder, module.num_heads, module.embed_dim
+        with self._recorder.guarded(source_recorder.source):
             if owner.frame.module is module.out_proj:
                 lead = args[0].shape[0] // max(entry.batch_size, 1), entry.batch_size
                 part = functools.partial(_heads, lead=lead, heads=heads)
-                self._take(taking, entry.call, taking.ports.output, args[0], part)
+                self._record(source_recorder, entry.call, source_recorder.ports.output, args[0], part)
             elif owner.frame.module is module:
                 entry.batch_size = output.shape[1]
                 names = _projections(owner, embed_dim=embed_dim)
-                ports = {argument.ports[0].name: argument.ports[0] for argument in taking.ports.arguments}
-                for place, name in enumerate(names):
+                ports = {argument.ports[0].name: argument.ports[0] for argument in source_recorder.ports.arguments}
+                for index, name in enumerate(names):
                     part = functools.partial(
-                        _slice, place=place, count=len(names), shape=tuple(output.shape), heads=heads
+                        _slice, index=index, count=len(names), shape=tuple(output.shape), heads=heads
                     )
                     rows = None if name == "query" else _appended(module, name, batch_size=entry.batch_size)
-                    self._take(taking, entry.call, ports[name], output, part, rows=rows)
+                    self._record(source_recorder, entry.call, ports[name], output, part, rows=rows)
 
-    def _take(
+    def _record(
         self,
-        taking: Taking,
+        source_recorder: SourceRecorder,
         call: Call,
         port: Port,
         tensor: torch.Tensor,
@@ -435,26 +444,28 @@ class MultiheadHooks:
         rows: list[torch.Tensor] | None = None,
     ) -> None:
         if not in_backward():
-            seen = part(tensor)
-            taking.record(port, torch.cat([seen.detach(), *(row.to(seen) for row in rows)]) if rows else seen, call)
-        if rows and self._recorder.wants(taking.source, port.grad, call):
-            self._recorder.refuse(taking.source, port.grad, _APPENDED, call=call)
-        elif tensor.requires_grad and self._recorder.wants(taking.source, port.grad, call):
-            taking.grad(port, before_views(tensor, given=None), call, part=part)
+            projected = part(tensor)
+            source_recorder.record(
+                port, torch.cat([projected.detach(), *(row.to(projected) for row in rows)]) if rows else projected, call
+            )
+        if rows and self._recorder.wants(source_recorder.source, port.grad, call):
+            self._recorder.refuse(source_recorder.source, port.grad, _APPENDED, call=call)
+        elif tensor.requires_grad and self._recorder.wants(source_recorder.source, port.grad, call):
+            source_recorder.record_grad(port, tensor_for_hook(tensor, args=None), call, part=part)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced():
             return
-        asked = args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True)
+        needs_weights = args[_NEED_WEIGHTS] if len(args) > _NEED_WEIGHTS else kwargs.get("need_weights", True)
         query = args[0] if args else kwargs.get("query")
-        if not asked or not isinstance(query, torch.Tensor) or not self._watch.tracker.is_active:
+        if not needs_weights or not isinstance(query, torch.Tensor) or not self._context.tracker.is_active:
             return
-        taking = self._takings[module]
-        if not self._recorder.follows(taking.source, (port.value for port in taking.ports.all)):
+        source_recorder = self._source_recorders[module]
+        if not self._recorder.follows(source_recorder.source, (port.value for port in source_recorder.ports.all)):
             return
-        with self._recorder.guarded(taking.source):
-            call = self._recorder.begin_call(taking.source, query)
-            self._running.entries.append(RunningRole(MULTIHEAD_CALL, module, taking, call))
+        with self._recorder.guarded(source_recorder.source):
+            call = self._recorder.begin_call(source_recorder.source, query)
+            self._running.entries.append(RunningRole(MULTIHEAD_CALL, module, source_recorder, call))
 
     def _after(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not is_traced():
@@ -491,7 +502,7 @@ def _heads(tensor: torch.Tensor, *, lead: tuple[int, int], heads: int) -> torch.
     return tensor.reshape(*lead, heads, -1)
 
 
-def _slice(tensor: torch.Tensor, *, place: int, count: int, shape: tuple[int, ...], heads: int) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, *, index: int, count: int, shape: tuple[int, ...], heads: int) -> torch.Tensor:
     """One of `count` concatenated projections, in the shape [tokens, batch, heads, head]."""
-    projected = tensor.reshape(shape).chunk(count, dim=-1)[place]
+    projected = tensor.reshape(shape).chunk(count, dim=-1)[index]
     return projected.reshape(*projected.shape[:-1], heads, -1)

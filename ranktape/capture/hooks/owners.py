@@ -56,7 +56,7 @@ class Owners:
         """The owners by address and shape of the parameter; None until a recomputation needs them."""
         self.frames: dict[nn.Module, Frame] = {}
         """The known modules."""
-        self.met: set[tuple[nn.Module, str]] = set()
+        self.recorded: set[tuple[nn.Module, str]] = set()
         """The module and the name of each parameter with which a product was recorded."""
 
     def forget(self) -> None:
@@ -64,7 +64,7 @@ class Owners:
         self._owners.clear()
         self._addresses = None
         self.frames.clear()
-        self.met.clear()
+        self.recorded.clear()
 
     def add(self, frame: Frame) -> None:
         """Add the parameters of a module itself.
@@ -88,20 +88,20 @@ class Owners:
         weight or a copy in another dtype also has an owner. The running module is searched as well, because under FSDP2
         it has other parameters while it runs.
         """
-        found = self._lookup(_origin(weight) if role.is_grouped else weight, frame, kind=role.layer_type)
-        if found is not None:
-            return Owner(found[1], found[2])
+        owned = self._lookup(_origin(weight) if role.is_grouped else weight, frame, kind=role.layer_type)
+        if owned is not None:
+            return Owner(owned[1], owned[2])
         base = base_of(weight)
-        found = None if base is None else self._lookup(base, frame, kind=role.layer_type)
-        rows = None if base is None or found is None else rows_of(weight, base)
-        return None if rows is None or found is None else Owner(found[1], found[2], *rows)
+        owned = None if base is None else self._lookup(base, frame, kind=role.layer_type)
+        rows = None if base is None or owned is None else rows_of(weight, base)
+        return None if rows is None or owned is None else Owner(owned[1], owned[2], *rows)
 
     def _lookup(self, weight: torch.Tensor, frame: Frame | None, *, kind: str) -> _Owned | None:
-        found = self._owners.get((id(weight), kind)) or self._owners.get((id(weight), ANY_KIND))
-        if found is not None and found[0] is weight:
-            return self._of_running(found, frame)
-        if in_backward() and (found := self._at_address(weight, kind=kind)) is not None:
-            return self._of_running(found, frame)
+        owned = self._owners.get((id(weight), kind)) or self._owners.get((id(weight), ANY_KIND))
+        if owned is not None and owned[0] is weight:
+            return self._of_running(owned, frame)
+        if in_backward() and (owned := self._at_address(weight, kind=kind)) is not None:
+            return self._of_running(owned, frame)
         if frame is None:
             return None
         for module in (frame.module, *frame.module.children()):
@@ -125,9 +125,13 @@ class Owners:
             return None
         if self._addresses is None:
             known = ((owned[0], key[1], owned) for key, owned in self._owners.items() if type(owned[0]) in PLAIN)
-            self._addresses = {(one.data_ptr(), one.shape, kind): owned for one, kind, owned in known if one.numel()}
-        place = weight.data_ptr(), weight.shape
-        return self._addresses.get((*place, kind)) or self._addresses.get((*place, ANY_KIND))
+            self._addresses = {
+                (parameter.data_ptr(), parameter.shape, kind): owned
+                for parameter, kind, owned in known
+                if parameter.numel()
+            }
+        address = weight.data_ptr(), weight.shape
+        return self._addresses.get((*address, kind)) or self._addresses.get((*address, ANY_KIND))
 
 
 def rows_of(weight: torch.Tensor, base: torch.Tensor) -> tuple[int, int | None] | None:
@@ -150,8 +154,8 @@ def _origin(weight: torch.Tensor) -> torch.Tensor:
     node = weight.grad_fn
     while node is not None and node.name() in _SAME_VALUES:
         node = node.next_functions[0][0]
-    own = getattr(node, "variable", None)
-    if isinstance(own, torch.Tensor):
-        return own
+    variable = getattr(node, "variable", None)
+    if isinstance(variable, torch.Tensor):
+        return variable
     base = base_of(weight)
     return base if base is not None and base.numel() == weight.numel() else weight

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ranktape.capture.guard import asked
+from ranktape.capture.guard import getattr_or_default
 from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.settings.rules import Numbers
@@ -32,7 +32,7 @@ _NAMES = frozenset({"layers", "layer", "h", "block", "blocks", "transformer_bloc
 _NO_STACKS = frozenset({"experts", "local_experts", "heads"})
 """Names of lists of modules of one class that are not layers."""
 
-_ASIDE = ("encoder", "vision", "visual", "audio")
+_NOT_DECODERS = ("encoder", "vision", "visual", "audio")
 """Substrings of the names of stacks other than the decoder's."""
 
 _MAX_DIGITS = 6
@@ -67,7 +67,7 @@ class Stack(NamedTuple):
 class ModelSurvey(NamedTuple):
     """The modules and the stacks of a model."""
 
-    places: list[Frame]
+    frames: list[Frame]
     """All modules, the model itself first."""
     stacks: list[Stack]
     """The stacks, that of the decoder first."""
@@ -87,19 +87,19 @@ def survey(root: nn.Module, *, layer_offset: int = 0) -> ModelSurvey:
     stated = {module: idx for _, module in named if (idx := stated_idx(module)) is not None}
     stacks = _find_stacks(named, stated, layer_offset=layer_offset)
     paths = [module_path(stack.name) for stack in stacks]
-    places = []
+    frames = []
     for name, module in named:
-        path, own = module_path(name), stated.get(module)
-        idx, at = -1, ""
+        path, stated_number = module_path(name), stated.get(module)
+        idx, layer_stack = -1, ""
         for stack, container in zip(stacks, paths, strict=True):
-            if (found := stack.idx_of(name)) is not None:
-                idx, at = found, container
+            if (number_in_stack := stack.idx_of(name)) is not None:
+                idx, layer_stack = number_in_stack, container
                 break
-        if idx < 0 and (own is not None or not stacks):
-            number, at = numbered(path)
+        if idx < 0 and (stated_number is not None or not stacks):
+            number, layer_stack = numbered(path)
             idx = number if number < 0 else number + layer_offset
-        places.append(Frame(path, module, idx if own is None else own, at))
-    return ModelSurvey(places, stacks)
+        frames.append(Frame(path, module, idx if stated_number is None else stated_number, layer_stack))
+    return ModelSurvey(frames, stacks)
 
 
 def _find_stacks(
@@ -121,9 +121,9 @@ def _find_stacks(
             stacks[name] = Stack(name, sorted(layers, key=lambda layer: layer.idx), keys)
 
     def order(stack: Stack) -> tuple[bool, int]:
-        is_aside = any(part in stack.name for part in _ASIDE) and "decoder" not in stack.name
+        is_aside = any(part in stack.name for part in _NOT_DECODERS) and "decoder" not in stack.name
         parameters: Iterable[Any] = modules[stack.name].parameters()
-        return is_aside, -sum(one.numel() for one in parameters if not is_lazy(one))
+        return is_aside, -sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
     modules = dict(named)
     return sorted(stacks.values(), key=order) if len(stacks) > 1 else list(stacks.values())
@@ -140,8 +140,8 @@ def stated_idx(module: nn.Module) -> int | None:
 def numbered(path: str) -> tuple[int, str]:
     """The first number in a dotted path and the path before it; -1 and an empty path if there is none."""
     parts = path.split(".")
-    place = next((place for place, part in enumerate(parts) if _is_number(part)), None)
-    return (-1, "") if place is None else (int(parts[place]), ".".join(parts[:place]))
+    index = next((index for index, part in enumerate(parts) if _is_number(part)), None)
+    return (-1, "") if index is None else (int(parts[index]), ".".join(parts[:index]))
 
 
 def _number_in(module: nn.Module, name: str) -> int | None:
@@ -150,7 +150,7 @@ def _number_in(module: nn.Module, name: str) -> int | None:
     is_plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     if is_plain and name not in vars(module) and not hasattr(kind, name):
         return None
-    value = asked(module, name)
+    value = getattr_or_default(module, name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_MAX_DIGITS else None
 
 
@@ -168,7 +168,7 @@ def _layers_in(
     if own in _NO_STACKS or not all(map(_is_number, tails.values())):
         return {}
     numbers = {key: int(tail) for key, tail in tails.items()}
-    kinds = {key: _kind(child) for key, child in children.items() if _holds_products(unwrapped(child))}
+    kinds = {key: _kind(child) for key, child in children.items() if _has_products(unwrapped(child))}
     if not kinds or len(set(numbers.values())) < len(numbers):
         return {}
     kind, count = Counter(kinds.values()).most_common(1)[0]
@@ -186,8 +186,8 @@ def _layers_in(
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside all wrappers."""
     inner = module
-    while found := [child for name, child in inner.named_children() if name in WRAPPERS]:
-        inner = found[0]
+    while wrapped := [child for name, child in inner.named_children() if name in WRAPPERS]:
+        inner = wrapped[0]
     return inner
 
 
@@ -197,7 +197,7 @@ def _kind(module: nn.Module) -> type:
     return bases[2] if len(bases) > 2 and bases[1].__name__ == "FSDPModule" else bases[0]  # noqa: PLR2004
 
 
-def _holds_products(module: nn.Module) -> bool:
+def _has_products(module: nn.Module) -> bool:
     """Whether a layer contains linear layers, or has matrices as parameters of its own."""
     if any(part is not module and _is_product(part) for part in module.modules()):
         return True
@@ -239,23 +239,25 @@ def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
     Raises:
         UsageError: a requested layer does not exist; the message names the existing ones.
     """
-    asked = wanted.filter
+    getattr_or_default = wanted.filter
     # In one process, the stack has all layers.
-    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    total = None if is_alone else _num_layers(root)
+    is_single_rank = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    total = None if is_single_rank else _num_layers(root)
     layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
-    is_stage = total is None and not is_alone
-    if asked is None or is_stage:
+    is_stage = total is None and not is_single_rank
+    if getattr_or_default is None or is_stage:
         return
-    for one in asked.alternatives:
-        alone = Numbers(filter=dataclasses.replace(asked, alternatives=(one,)))
-        if not any(alone.holds(idx) for idx in layers):
-            there = f"layers {min(layers)} to {max(layers)}"
-            raise UsageError(f"--layers {one} is not in the model, which has {there}: choose of these, or 'all'")
+    for alternative in getattr_or_default.alternatives:
+        numbers = Numbers(filter=dataclasses.replace(getattr_or_default, alternatives=(alternative,)))
+        if not any(numbers.holds(idx) for idx in layers):
+            existing = f"layers {min(layers)} to {max(layers)}"
+            raise UsageError(
+                f"--layers {alternative} is not in the model, which has {existing}: choose of these, or 'all'"
+            )
 
 
 def _num_layers(root: nn.Module) -> int | None:
     """Number of layers on all pipeline stages according to the model's configuration; None if it does not tell."""
     config = getattr(root, "config", None)
-    found = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
-    return next((number for number in found if isinstance(number, int) and number > 0), None)
+    numbers = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"))
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)

@@ -71,7 +71,7 @@ holding: weakref.WeakSet[LayerStates] = weakref.WeakSet()
 """The states of all threads with copies that a capture made."""
 
 
-def states_here() -> LayerStates:
+def thread_states() -> LayerStates:
     """The hidden states of this thread."""
     return _thread.states
 
@@ -92,7 +92,7 @@ def get_layer_hidden_states() -> list[torch.Tensor] | None:
     return None if tensors is None else list(tensors)
 
 
-def is_asked_for() -> bool:
+def is_imported() -> bool:
     """Whether the program has imported `get_layer_hidden_states` from `ranktape.capture`."""
     return "get_layer_hidden_states" in vars(sys.modules["ranktape.capture"])
 
@@ -119,12 +119,12 @@ def hold(tensor: torch.Tensor | None, *, is_first: bool) -> None:
 def lose(reason: str) -> None:
     """Discard the list of the current pass, and write a warning with the reason once."""
     _thread.states.hold(TAPS, None)
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _reported:
+        _reported.add(reason)
         write_line(f"warning: a forward pass has no list of hidden states: {reason}")
 
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def _on_failure(error: Exception, _source: Source | None, _role: TensorRole | None) -> None:
@@ -186,24 +186,24 @@ class LayerTaps:
     """The taps on a model, until `remove()` or the end of the context."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[nn.Module, Forward, Forward | None]] = []
+        self._taps: list[tuple[nn.Module, Forward, Forward | None]] = []
 
-    def put(self, module: nn.Module, kind: _Kind) -> None:
+    def add(self, module: nn.Module, kind: _Kind) -> None:
         """Put a tap on a layer."""
-        own = vars(module).get("forward")
-        forward = MethodType((_shared_forward if own is None else _forward)(own, kind), module)
+        original = vars(module).get("forward")
+        forward = MethodType((_shared_forward if original is None else _forward)(original, kind), module)
         module.forward = forward
-        self._put.append((module, forward, own))
+        self._taps.append((module, forward, original))
 
     def remove(self) -> None:
         """Remove the taps. Programs that were exported or traced with taps keep them, and so do copies of the model."""
-        for module, forward, own in reversed(self._put):
+        for module, forward, original in reversed(self._taps):
             if vars(module).get("forward") is not forward:
                 continue
             del module.forward
-            if own is not None:
-                module.forward = own
-        self._put.clear()
+            if original is not None:
+                module.forward = original
+        self._taps.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -231,22 +231,22 @@ def tap_layers(model: nn.Module, *, layers: Any = "all", layer_offset: int = 0) 
     wanted = read_numbers("layers", layers)
     check_layers(wanted, model, stacks[0])
     taps = LayerTaps()
-    for place, layer in enumerate(stacks[0].layers):
-        is_first = place == 0
+    for index, layer in enumerate(stacks[0].layers):
+        is_first = index == 0
         kind = _Kind(is_first=is_first, has_embedding=is_first and layer.idx == 0, is_held=wanted.holds(layer.idx))
         if any(kind):
-            taps.put(unwrapped(layer.module), kind)
+            taps.add(unwrapped(layer.module), kind)
     return taps
 
 
-def _forward(own: Forward | None, kind: _Kind) -> Forward:
-    """The replacement of a layer's `forward`, which is `own` or, if that is None, the one of the class."""
+def _forward(original: Forward | None, kind: _Kind) -> Forward:
+    """The replacement of a layer's `forward`, which is `original` or, if that is None, the one of the class."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kind.is_first:
             tensor = first_floating(args, kwargs) if kind.has_embedding else None
             args, kwargs = _tap((args, kwargs), tensor, is_first=True)
-        output = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        output = type(self).forward(self, *args, **kwargs) if original is None else original(*args, **kwargs)
         return _tap(output, tensor_in(output, None), is_first=False) if kind.is_held else output
 
     return forward
@@ -268,21 +268,21 @@ def _tap(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
 
 def _put_operator(tensor: torch.Tensor | None, *, is_first: bool) -> None:
     """Put the operator that keeps a tensor into the graph that is being traced."""
-    is_whole = tensor is None or type(tensor) in _WHOLE
-    if is_first or is_whole:
-        torch.ops.ranktape.hold_layer(tensor.detach() if is_whole and tensor is not None else None, is_first)
-    if not is_whole:
+    is_plain = tensor is None or type(tensor) in _PLAIN
+    if is_first or is_plain:
+        torch.ops.ranktape.hold_layer(tensor.detach() if is_plain and tensor is not None else None, is_first)
+    if not is_plain:
         torch.ops.ranktape.hold_layer(None, False)  # noqa: FBT003  (torch's operators have no keywords)
 
 
-_WHOLE = (torch.Tensor, nn.Parameter, FakeTensor)
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 """The types of tensors that a custom operator accepts in a graph. Other subclasses reject unknown operators."""
 
 
 def _tap_now(value: Any, tensor: torch.Tensor | None, *, is_first: bool) -> Any:
     if is_jit_traced() and tensor is not None:
         passed = torch.ops.ranktape.pass_layer(tensor, is_first)
-        return tree_map(lambda one: passed if one is tensor else one, value)
+        return tree_map(lambda leaf: passed if leaf is tensor else leaf, value)
     if is_traced():
         _put_operator(tensor, is_first=is_first)
         return value

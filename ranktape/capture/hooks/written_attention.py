@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ranktape.capture.hooks.calls import Taking, Watch, tags_of
+from ranktape.capture.hooks.calls import HookContext, SourceRecorder, tags_of
 from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import ATTENTION, EINSUM
 from ranktape.capture.roles.table import FunctionRole, Port, Ports, ports_of
@@ -85,12 +85,12 @@ class WrittenAttention:
     """Matches the steps of attention on each thread in one iteration, and records the calls."""
 
     def __init__(
-        self, watch: Watch, *, running: Callable[[], Frame | None], source: Callable[[], Source | None]
+        self, context: HookContext, *, current_frame: Callable[[], Frame | None], source: Callable[[], Source | None]
     ) -> None:
-        """`running` returns the running module, and `source` that of an attention in it; None if it is not selected."""
-        self._watch = watch
-        self._recorder = watch.recorder
-        self._running = running
+        """`current_frame` returns the running module; `source` that of an attention in it, or None if not selected."""
+        self._context = context
+        self._recorder = context.recorder
+        self._current_frame = current_frame
         self._source = source
         self._ports = ports_of(ATTENTION)
         self._thread = _Steps()
@@ -107,7 +107,7 @@ class WrittenAttention:
         arguments = ports.arguments[-2:]
         left, right = (argument.find(args, kwargs) for argument in arguments)
         orders = _orders(role, args, left, right)
-        frame = self._running()
+        frame = self._current_frame()
         if orders is None or frame is None or left is right or is_transformed() or self._source() is None:
             return original(*args, **kwargs)
         scores = self._weights_like(left, frame) if _is_sorted(orders[0]) else None
@@ -115,14 +115,14 @@ class WrittenAttention:
             return original(*args, **kwargs)
         # The right operand gets its alias first, so that autograd adds gradients in the order of the plain product.
         second = _operand(right, orders[1])
-        args, kwargs = arguments[1].put(second.tensor, args, kwargs)
+        args, kwargs = arguments[1].replace(second.tensor, args, kwargs)
         if scores is not None:
             output = original(*args, **kwargs)
             with self._recorder.guarded():
                 self._record(scores, second, output, orders[2])
             return output
         first = _operand(left, orders[0])
-        args, kwargs = arguments[0].put(first.tensor, args, kwargs)
+        args, kwargs = arguments[0].replace(first.tensor, args, kwargs)
         result = original(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self._thread.scores.append(_Scores(first, second, frame, _size(result)))
@@ -156,31 +156,33 @@ class WrittenAttention:
         source, recorder = self._source(), self._recorder
         if source is None or not recorder.follows(source, (port.value for port in self._ports.all)):
             return
-        taking = Taking(
-            watch=self._watch,
+        source_recorder = SourceRecorder(
+            context=self._context,
             source=source,
             ports=self._ports,
-            placement=self._watch.place(scores.frame.module, self._ports),
+            placement=self._context.placement_finder(scores.frame.module, self._ports),
         )
         operands = scores.query, scores.key, value
-        call = taking.begin_call(scores.query.tensor)
-        taking.expect_gradients([operand.tensor for operand in operands], call)
+        call = source_recorder.begin_call(scores.query.tensor)
+        source_recorder.expect_gradients([operand.tensor for operand in operands], call)
         parts = scores.query.rows, scores.key.columns, value.rows
         for argument, operand, part in zip(self._ports.arguments, operands, parts, strict=True):
             [port] = argument.ports
             if not in_backward():
-                self._record_operand(taking, port, operand, part, call)
+                self._record_operand(source_recorder, port, operand, part, call)
             if operand.is_aliased and recorder.wants(source, port.grad, call):
-                taking.grad(port, operand.tensor, call, part=part)
-        given = [operand.tensor for operand in operands]
-        taking.output(output, call, given=given, order=None if _is_sorted(order) else order)
+                source_recorder.record_grad(port, operand.tensor, call, part=part)
+        tensors = [operand.tensor for operand in operands]
+        source_recorder.record_output(output, call, args=tensors, order=None if _is_sorted(order) else order)
 
-    def _record_operand(self, taking: Taking, port: Port, operand: _Operand, part: Part, call: Call) -> None:
+    def _record_operand(
+        self, source_recorder: SourceRecorder, port: Port, operand: _Operand, part: Part, call: Call
+    ) -> None:
         if version_of(operand.tensor) != operand.version:
-            self._recorder.refuse(taking.source, port.value, _WRITTEN_TO, call=call)
+            self._recorder.refuse(source_recorder.source, port.value, _WRITTEN_TO, call=call)
             return
         tags = tags_of(WRITTEN_OUT) if port.name == "query" else NO_TAGS
-        taking.record(port, part(operand.tensor), call, tags=tags)
+        source_recorder.record(port, part(operand.tensor), call, tags=tags)
 
 
 def _operand(tensor: torch.Tensor, order: Order) -> _Operand:

@@ -59,7 +59,7 @@ class CallOption:
     default: bool | float | str | None = None
     """The value if it is not passed; None if it is not known, and then nothing is recorded."""
 
-    def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def value_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The passed value for JSON: numbers, strings and lists of them, otherwise the name of its class.
 
         A tensor is not read, because the training would wait for its device.
@@ -68,7 +68,7 @@ class CallOption:
         value = args[self.position] if is_placed else kwargs.get(self.keyword)  # type: ignore[index]  # it is placed
         if value is None:
             return self.default
-        if isinstance(value, tuple | list) and all(isinstance(one, int) for one in value):
+        if isinstance(value, tuple | list) and all(isinstance(number, int) for number in value):
             return list(value)
         is_plain = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
         return value if is_plain else type(value).__name__
@@ -106,10 +106,10 @@ class _Role:
         given = getattr(self, what)
         if not given or not isinstance(given, tuple | list):
             raise UsageError(f"{what}={given!r} of a role is not allowed: give a tuple of {holds}")
-        for one in given:
-            is_dotted = isinstance(one, str) and "." in one
-            if not (is_dotted or (what == "classes" and isinstance(one, type))):
-                raise UsageError(f"{one!r} in {what} of a role is not allowed: give {example}")
+        for name in given:
+            is_dotted = isinstance(name, str) and "." in name
+            if not (is_dotted or (what == "classes" and isinstance(name, type))):
+                raise UsageError(f"{name!r} in {what} of a role is not allowed: give {example}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +144,7 @@ class ModuleRole(_Role):
     @property
     def name(self) -> str:
         """Name in messages."""
-        classes = (one if isinstance(one, str) else f"{one.__module__}.{one.__qualname__}" for one in self.classes)
+        classes = (kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in self.classes)
         return ", ".join(classes)
 
 
@@ -210,7 +210,7 @@ class Port:
         """Whether a layer may omit it, as it may a bias, which may also be computed for one call."""
         return self.name in _OPTIONAL
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of an argument, or of its gradient, that belongs to this port."""
         return tensor if self.part is None else tensor.select(*self.part)
 
@@ -234,7 +234,7 @@ class Argument:
             return args[self.position]
         return kwargs.get(self.keyword)
 
-    def put(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def replace(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with another value for this one."""
         if self.position is not None and self.position < len(args):
             return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
@@ -254,10 +254,10 @@ class Ports:
     options: tuple[tuple[str, CallOption], ...] = ()
     """Keys of the metadata, and their arguments."""
 
-    def said(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def options_json(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The configuration of a call as JSON; `null` if there is none."""
-        words = {word: option.said(args, kwargs) for word, option in self.options}
-        return json.dumps({word: value for word, value in words.items() if value is not None} or None)
+        values = {key: option.value_in(args, kwargs) for key, option in self.options}
+        return json.dumps({key: value for key, value in values.items() if value is not None} or None)
 
     @property
     def all(self) -> Iterator[Port]:

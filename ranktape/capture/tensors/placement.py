@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from ranktape.capture.guard import asked
+from ranktape.capture.guard import getattr_or_default
 from ranktape.capture.torch_private import parameters_of
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _over(axes: Axes, text: str) -> str:
 
 def _of_fsdp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
     """The parameters that `fully_shard` manages for a module: owner, name, and the mesh on which they are sharded."""
-    get_state = asked(module, "_get_fsdp_state")
+    get_state = getattr_or_default(module, "_get_fsdp_state")
     if get_state is None:
         return
     state = get_state()
@@ -247,7 +247,7 @@ def _of_ddp(module: nn.Module) -> Iterator[tuple[nn.Module, str, Axes]]:
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return
     axes = axes_of_group("dp", module.process_group)
-    ignored = set(asked(module, "parameters_to_ignore", ()))
+    ignored = set(getattr_or_default(module, "parameters_to_ignore", ()))
     for path, owner in module.module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if f"{path}.{name}".lstrip(".") not in ignored and not is_dtensor(parameter):
