@@ -31,7 +31,7 @@ from ranktape.capture.torch_private import in_backward
 
 
 @dataclass(slots=True, kw_only=True)
-class _Taken:
+class _RunningCall:
     """One call of a function in a graph, from the start of the graph until its backward pass is over."""
 
     source_recorder: SourceRecorder
@@ -55,15 +55,15 @@ class GraphCalls:
         context: HookContext,
         *,
         frames: Mapping[nn.Module, Frame],
-        is_wanted: Callable[[str, str], bool],
+        is_wanted_layer: Callable[[str, str], bool],
         layers: LayerHooks | None,
     ) -> None:
-        """`is_wanted` tells from the layer type and the path of a module whether the module is recorded."""
+        """`is_wanted_layer` tells from the layer type and the path of a module whether the module is recorded."""
         self._context = context
         self._recorder = context.recorder
         self._tracker = context.tracker
         self._frames = frames
-        self._is_wanted = is_wanted
+        self._is_wanted_layer = is_wanted_layer
         self._layers = layers
         self.layer_hooks: Mapping[Hook, nn.Module] = {} if layers is None else layers.hooks
         """The hooks on layers, each with its module."""
@@ -81,9 +81,9 @@ class GraphCalls:
         entered: nn.Module | None = None
         with self._recorder.guarded():
             entered = self._enter(inputs)
-            taken = self._begin(plan, inputs)
-            if taken:
-                TICKETS[ticket] = lambda number, value: self._take(taken, number, value)
+            running_calls = self._begin(plan, inputs)
+            if running_calls:
+                TICKETS[ticket] = lambda number, value: self._record(running_calls, number, value)
         output: Any = None
         try:
             yield ticket
@@ -98,65 +98,73 @@ class GraphCalls:
         if self._tracker.current() is not None or in_backward() or not self._frames:
             return None
         root = next(iter(self._frames.values()))
-        given = tuple(one for one in inputs if not isinstance(one, nn.Parameter))
-        self._tracker.enter(root, given, {})
+        args = tuple(value for value in inputs if not isinstance(value, nn.Parameter))
+        self._tracker.enter(root, args, {})
         return root.module
 
-    def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _Taken]:
+    def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _RunningCall]:
         """Begin the calls in a graph and record their parameters."""
         owners = {
-            call: self._owner(call, inputs[at], call.path) for call in plan.calls if (at := call.owner) is not None
+            call: self._owner(call, inputs[index], call.path)
+            for call in plan.calls
+            if (index := call.owner) is not None
         }
-        named = [(call.path, one.frame.path) for call, one in owners.items() if one is not None]
-        named += [pair for call in plan.calls if call.role is None for pair in self._named_in(call, inputs)]
-        taken = {}
+        paths = [
+            (call.path, owner_of_call.frame.path) for call, owner_of_call in owners.items() if owner_of_call is not None
+        ]
+        paths += [pair for call in plan.calls if call.role is None for pair in self._known_paths(call, inputs)]
+        running_calls = {}
         if self._layers is not None and any(call.is_first for call in plan.calls) and not in_backward():
             self._layers.begin()
         for call in plan.calls:
             owner = owners.get(call)
             if call.owner is not None and owner is None:
                 continue
-            frame = owner.frame if owner is not None else self._frame(call.path, named)
+            frame = owner.frame if owner is not None else self._frame(call.path, paths)
             source, ports = self._source(call, owner, frame)
             if source is None or not self._recorder.follows(source, (port.value for port in ports.all)):
                 continue
             with self._recorder.guarded(source):
-                taken[call] = self._begin_call(plan, call, source, ports, frame, inputs)
+                running_calls[call] = self._begin_call(plan, call, source, ports, frame, inputs)
                 if owner is not None:
                     self._context.owners.recorded.add((owner.frame.module, owner.attribute))
-        return taken
+        return running_calls
 
     def _begin_call(  # noqa: PLR0917  (the local variables of `_begin`)
         self, plan: GraphPlan, call: GraphCall, source: Source, ports: Ports, frame: Frame | None, inputs: Sequence[Any]
-    ) -> _Taken:
+    ) -> _RunningCall:
         source_recorder = self._source_recorders.get(source)
         if source_recorder is None:
-            place = None if frame is None or call.role is None else self._context.placement_finder(frame.module, ports)
-            source_recorder = self._source_recorders[source] = SourceRecorder(
-                context=self._context, source=source, ports=ports, placement=place
+            placement = (
+                None if frame is None or call.role is None else self._context.placement_finder(frame.module, ports)
             )
-        found = self._recorder.begin_call(source, torch.empty(0, dtype=call.dtype))
+            source_recorder = self._source_recorders[source] = SourceRecorder(
+                context=self._context, source=source, ports=ports, placement=placement
+            )
+        counted_call = self._recorder.begin_call(source, torch.empty(0, dtype=call.dtype))
         by_name = {port.name: port for port in ports.all}
-        tags = Tags(metadata=call.ports.options_json(*call.given)) if call.ports.options else NO_TAGS
-        one = _Taken(source_recorder=source_recorder, call=found, ports=by_name, is_repeated=in_backward(), tags=tags)
-        for name, at in call.parameters.items():
-            if name in by_name and not one.is_repeated:
-                value = inputs[at]
+        tags = Tags(metadata=call.ports.options_json(*call.arguments)) if call.ports.options else NO_TAGS
+        running_call = _RunningCall(
+            source_recorder=source_recorder, call=counted_call, ports=by_name, is_repeated=in_backward(), tags=tags
+        )
+        for name, index in call.parameters.items():
+            if name in by_name and not running_call.is_repeated:
+                value = inputs[index]
                 source_recorder.record(
-                    by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), found
+                    by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), counted_call
                 )
         for site in call.sites:
             for port in (by_name.get(port.name, port) for port in site.ports):
                 if (reason := plan.missing.get(site.number)) is not None:
-                    self._recorder.refuse(source, port.value, reason, call=found)
-                    self._hold(one, call, None)
+                    self._recorder.refuse(source, port.value, reason, call=counted_call)
+                    self._hold(running_call, call, None)
                 if (reason := plan.missing.get(site.number + 1)) is not None:
-                    self._recorder.refuse(source, port.grad, reason, call=found)
+                    self._recorder.refuse(source, port.grad, reason, call=counted_call)
                 elif site.has_gradient:
-                    self._recorder.await_grad(source, port.grad, found)
-        return one
+                    self._recorder.await_grad(source, port.grad, counted_call)
+        return running_call
 
-    def _take(self, taken: Mapping[GraphCall, _Taken], number: int, value: torch.Tensor) -> None:
+    def _record(self, taken: Mapping[GraphCall, _RunningCall], number: int, value: torch.Tensor) -> None:
         """Record the tensor from a tap."""
         site = SITES[number - is_of_gradient(number)]
         one = taken.get(site.call)
@@ -185,13 +193,17 @@ class GraphCalls:
                         source, port.value, taken_value, call=one.call, placement=place, tags=tags
                     )
 
-    def _hold(self, one: _Taken, call: GraphCall, tensor: torch.Tensor | None) -> None:
-        if self._layers is not None and call.role is None and not one.is_repeated:
+    def _hold(self, running_call: _RunningCall, call: GraphCall, tensor: torch.Tensor | None) -> None:
+        if self._layers is not None and call.role is None and not running_call.is_repeated:
             self._layers.hold(tensor)
 
     @staticmethod
-    def _placement(one: _Taken, name: str, value: torch.Tensor) -> str | None:
-        return None if one.source_recorder.placement is None else one.source_recorder.placement(name, value)
+    def _placement(running_call: _RunningCall, name: str, value: torch.Tensor) -> str | None:
+        return (
+            None
+            if running_call.source_recorder.placement is None
+            else running_call.source_recorder.placement(name, value)
+        )
 
     def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
         """The source of a call, or None if it is not recorded, and its ports."""
@@ -205,64 +217,75 @@ class GraphCalls:
             role = role_of(type(frame.module))
             if isinstance(role, ModuleRole) and role.component in PRODUCTS:
                 ports, component = ports_of(role), role.component
-        if not self._is_wanted(call.role.layer_type, path):
+        if not self._is_wanted_layer(call.role.layer_type, path):
             return None, ports
         layer_idx, stack = (-1, "") if frame is None else (frame.layer_idx, frame.layer_stack)
         return Source(path, call.role.layer_type, layer_idx, component, stack), ports
 
     def _owner(self, call: GraphCall, weight: Any, path: str) -> Owner | None:
         """The owner of a weight. If several modules share it, the one that best matches the path in the graph."""
-        found = self._known(weight)
-        local = module_path(path).split(".")
+        candidates = self._owners_of(weight)
+        graph_path = module_path(path).split(".")
 
-        def shared(one: tuple[Any, Owner]) -> int:
-            path = one[1].frame.path.split(".")
+        def num_common_parts(candidate: tuple[Any, Owner]) -> int:
+            path = candidate[1].frame.path.split(".")
             return len(
-                list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path[::-1], local[::-1], strict=False)))
+                list(
+                    itertools.takewhile(
+                        lambda pair: pair[0] == pair[1], zip(path[::-1], graph_path[::-1], strict=False)
+                    )
+                )
             )
 
-        if not found:
+        if not candidates:
             return None
         first, last = call.rows or (None, None)
         kind = "" if call.role is None else call.role.layer_type
-        best = max(found, key=lambda one: (shared(one), _is_layer(one[1].frame.module, kind)))
+        best = max(
+            candidates, key=lambda candidate: (num_common_parts(candidate), _is_layer(candidate[1].frame.module, kind))
+        )
         return dataclasses.replace(best[1], first=first, last=last)
 
-    def _named_in(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    def _known_paths(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
         """The path of one module inside a layer, in the graph and in the model; nothing if no module is identified."""
-        for at, local in call.within:
-            if isinstance(inputs[at], nn.Parameter) and (owner := self._owner(call, inputs[at], local)) is not None:
-                yield local, owner.frame.path
+        for index, graph_path in call.within:
+            if (
+                isinstance(inputs[index], nn.Parameter)
+                and (owner := self._owner(call, inputs[index], graph_path)) is not None
+            ):
+                yield graph_path, owner.frame.path
                 return
 
-    def _known(self, weight: Any) -> Sequence[tuple[Any, Owner]]:
+    def _owners_of(self, weight: Any) -> Sequence[tuple[Any, Owner]]:
         """The modules that have a parameter, searched for in the running module first, then in all modules.
 
         Under FSDP2, a layer has other parameters while it runs than outside its forward pass.
         """
         current = self._tracker.current()
         above = "" if current is None or not current.path else f"{current.path}."
-        found = self._owners.get(id(weight), [])
-        if any(f"{owner.frame.path}.".startswith(above) for _, owner in found):
-            return found
-        near = () if current is None else current.module.modules()
-        self._owners |= _owners(self._frames[module] for module in near if module in self._frames)
+        owners = self._owners.get(id(weight), [])
+        if any(f"{owner.frame.path}.".startswith(above) for _, owner in owners):
+            return owners
+        modules = () if current is None else current.module.modules()
+        self._owners |= _owners(self._frames[module] for module in modules if module in self._frames)
         if id(weight) not in self._owners:
             self._owners |= _owners(self._frames.values())
         return self._owners.get(id(weight), [])
 
-    def _frame(self, path: str, named: Sequence[tuple[str, str]]) -> Frame | None:
-        """The module for a path in the graph. `named` has the paths in the graph and in the model of other modules."""
-        best, known = -1, None
-        for other, actual in named:
-            others = other.split(".")
-            parts = path.split(".") if path else others[:1]
-            common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))))
-            if common > best and len(others) - common <= len(actual.split(".")):
-                above = actual.split(".")[: len(actual.split(".")) - (len(others) - common)]
-                best, known = common, module_path(".".join([*above, *parts[common:]]))
-        if known is not None:
-            return next((frame for frame in self._frames.values() if frame.path == known), None)
+    def _frame(self, path: str, known_paths: Sequence[tuple[str, str]]) -> Frame | None:
+        """The module for a path in the graph. `known_paths` has the paths in the graph and in the model of other modules."""
+        best, model_path = -1, None
+        for graph_path, known_path in known_paths:
+            graph_parts = graph_path.split(".")
+            parts = path.split(".") if path else graph_parts[:1]
+            common = len(
+                list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, graph_parts, strict=False)))
+            )
+            if common > best and len(graph_parts) - common <= len(known_path.split(".")):
+                outer_parts = known_path.split(".")[: len(known_path.split(".")) - (len(graph_parts) - common)]
+                best, model_path = common, module_path(".".join([*outer_parts, *parts[common:]]))
+        if model_path is not None:
+            return next((frame for frame in self._frames.values() if frame.path == model_path), None)
         return self._tracker.current()
 
 
@@ -273,12 +296,12 @@ def _is_layer(module: nn.Module, kind: str) -> bool:
 
 def _owners(frames: Iterable[Frame]) -> dict[int, list[tuple[Any, Owner]]]:
     """Each parameter with the modules that have it, by the identity of the parameter."""
-    found: dict[int, list[tuple[Any, Owner]]] = {}
+    owners: dict[int, list[tuple[Any, Owner]]] = {}
     for frame in frames:
         for name, parameter in frame.module._parameters.items():  # noqa: SLF001  (runs no parametrization)
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((parameter, Owner(frame, name)))
-    return found
+                owners.setdefault(id(parameter), []).append((parameter, Owner(frame, name)))
+    return owners
 
 
 _tickets = itertools.count(1)

@@ -59,7 +59,7 @@ class GraphCall:
     """Index of the graph input that is or contains the operand after which the call is named; None if there is none."""
     rows: tuple[int, int | None] | None
     """If that operand is a part of the input: its first row and the row after it, or its only row and None."""
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     """The arguments, with the name of the class in place of a tensor."""
     parameters: dict[str, int] = field(default_factory=dict)
     """Indices of the graph inputs that may be parameters, by the names of their ports."""
@@ -84,7 +84,7 @@ class GraphPlan:
     missing: dict[int, str] = field(default_factory=dict)
     """The reason for each site that is not recorded, by number."""
 
-    def give_up(self, reason: str) -> None:
+    def mark_missing(self, reason: str) -> None:
         """Record only the parameters among the inputs of the graph."""
         for call in self.calls:
             for site in call.sites:
@@ -103,11 +103,11 @@ SITES: dict[int, GraphSite] = {}
 _numbers = itertools.count(2, 2)
 
 
-def put_taps_around(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: GraphPlan) -> fx.GraphModule:
+def add_taps(graph: fx.GraphModule, targets: Mapping[Any, Target], plan: GraphPlan) -> fx.GraphModule:
     """A copy of the graph with taps and with the ticket as an additional last input. Adds the calls to the plan."""
-    copy = _copied(graph)
+    copy = _copy(graph)
     ticket = _with_ticket(copy)
-    _tap_graph(copy, ticket, targets, plan, inputs={node: at for at, node in enumerate(_inputs(copy))})
+    _tap_graph(copy, ticket, targets, plan, inputs={node: index for index, node in enumerate(_inputs(copy))})
     copy.recompile()
     return copy
 
@@ -122,7 +122,7 @@ def erase_marks(graph: fx.GraphModule) -> None:
             module.recompile()
 
 
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
     new = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     new.output(new.graph_copy(graph.graph, nodes))
@@ -137,7 +137,7 @@ def _copied(graph: fx.GraphModule) -> fx.GraphModule:
     for node in new.find_nodes(op="get_attr"):
         inner = getattr(copy, node.target, None)
         if isinstance(inner, fx.GraphModule):
-            setattr(copy, node.target, _copied(inner))
+            setattr(copy, node.target, _copy(inner))
     return copy
 
 
@@ -207,7 +207,7 @@ def _span(nodes: Sequence[fx.Node], mark: fx.Node) -> Sequence[fx.Node]:
     """The nodes of a call after its first mark, up to and including the mark of its result; none if that is missing."""
     rest = itertools.islice(nodes, nodes.index(mark) + 1, None)
     span = list(itertools.takewhile(lambda node: node.target is not mark_call, rest))
-    ends = [at for at, node in enumerate(span) if node.target is mark_result and node.args[0] == mark.args[0]]
+    ends = [index for index, node in enumerate(span) if node.target is mark_result and node.args[0] == mark.args[0]]
     return span[: ends[0] + 1] if ends else ()
 
 
@@ -223,8 +223,8 @@ def _tap_call(
 ) -> None:
     """Tap a call: the node itself, or, if it is a mark, the nodes of the span, whose last one is the second mark."""
     role, ports, element = target
-    given: Any = node.args[1:] if span else (node.args, node.kwargs)
-    args, kwargs = given
+    arguments: Any = node.args[1:] if span else (node.args, node.kwargs)
+    args, kwargs = arguments
     values = [(argument, argument.find(args, kwargs)) for argument in ports.arguments]
     named = {port.name: value for argument, value in values for port in argument.ports}
     owner, rows = None, None
@@ -239,11 +239,11 @@ def _tap_call(
         path=_path(node),
         owner=owner,
         rows=rows,
-        given=fx.node.map_aggregate(given, _said),
+        arguments=fx.node.map_aggregate(arguments, _described),
         has_bias=named.get("bias", ...) is not None,
     )
     plan.calls.append(call)
-    shared = {value for _, value in values if [one for _, one in values].count(value) > 1}
+    shared = {value for _, value in values if [other for _, other in values].count(value) > 1}
     for argument, value in reversed(values):
         if isinstance(value, fx.Node):
             alias = _tap_operand(
@@ -268,15 +268,15 @@ def _tap_layer(
     value: Any
     value, is_first = node.args
     path, dtype = _path(node), getattr(value.meta.get("example_value"), "dtype", torch.float32)
-    used = ((at, _path(user)) for one, at in inputs.items() for user in one.users)
+    used = ((index, _path(user)) for node_of_input, index in inputs.items() for user in node_of_input.users)
     call = GraphCall(
         role=None,
         ports=LAYER_PORTS,
         path=path,
         owner=None,
         rows=None,
-        within=tuple((at, inner) for at, inner in used if f"{inner}.".startswith(f"{path}.")),
-        given=((), {}),
+        within=tuple((index, inner) for index, inner in used if f"{inner}.".startswith(f"{path}.")),
+        arguments=((), {}),
         is_first=bool(is_first),
         dtype=dtype,
     )
@@ -309,11 +309,11 @@ def _tap_operand(
     return alias
 
 
-def _said(given: Any) -> Any:
+def _described(argument: Any) -> Any:
     """The argument of a node, or the class name of a tensor, or None for another computed value."""
-    if not isinstance(given, fx.Node):
-        return given
-    return torch.Tensor.__name__ if isinstance(given.meta.get("example_value"), torch.Tensor) else None
+    if not isinstance(argument, fx.Node):
+        return argument
+    return torch.Tensor.__name__ if isinstance(argument.meta.get("example_value"), torch.Tensor) else None
 
 
 def _site(call: GraphCall, value: fx.Node, ports: tuple[Port, ...], *, is_parameter: bool = False) -> GraphSite:
@@ -332,9 +332,11 @@ def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tupl
         return inputs.get(weight), None
     part = weight.meta.get("example_value")
     base = part._base if isinstance(part, torch.Tensor) else None  # noqa: SLF001  (torch has no public name for it)
-    at = next((at for node, at in inputs.items() if base is not None and node.meta.get("example_value") is base), None)
-    rows = None if base is None or at is None else rows_of(weight.meta["example_value"], base)
-    return (None, None) if rows is None else (at, rows)
+    index = next(
+        (index for node, index in inputs.items() if base is not None and node.meta.get("example_value") is base), None
+    )
+    rows = None if base is None or index is None else rows_of(weight.meta["example_value"], base)
+    return (None, None) if rows is None else (index, rows)
 
 
 _SAME_VALUES = frozenset({"transpose", "permute", "to", "bfloat16", "half", "float", "mT", "t"})
@@ -364,8 +366,8 @@ def _path(node: fx.Node) -> str:
 # The graph calls the functions below, and AOTAutograd traces through them.
 
 
-def _element(given: Sequence[Any], at: int) -> Any:
-    return given[at]
+def _element(result: Sequence[Any], index: int) -> Any:
+    return result[index]
 
 
 def _tap_operand_value(value: torch.Tensor, ticket: torch.Tensor, number: int, is_shared: bool) -> torch.Tensor:  # noqa: FBT001

@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from ranktape.capture.compiled.operator import is_of_gradient, tap_operator
 
 
-class Tapped(NamedTuple):
+class Tap(NamedTuple):
     """One tap of a graph."""
 
     value: str
@@ -83,65 +83,65 @@ def compile_tapped(
     Raises:
         TapError: a tap cannot be put into the graph.
     """
-    taps = _Taps()
+    taps = _RemovedTaps()
 
-    def compile_one(module: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+    def inner_compile(module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with (
             config.patch(dict(patches)),
             config.patch(post_grad_custom_post_pass=_with_taps(module.graph, taps)),
         ):
-            return compile_fx_inner(module, given, **kwargs)
+            return compile_fx_inner(module, example_inputs, **kwargs)
 
     with config.patch(dict(patches)), aot_config.patch(enable_autograd_cache=False):
         before = get_custom_graph_passes(config.joint_custom_pre_pass)
         partitioner = _Partitioner(taps, config.custom_partitioner_fn or min_cut_rematerialization_partition)
-        with config.patch(joint_custom_pre_pass=(_TakenOut(taps), *before), custom_partitioner_fn=partitioner):
-            compiled: Any = compile_fx(graph, inputs, inner_compile=compile_one, compile_region_name=name)
+        with config.patch(joint_custom_pre_pass=(_RemoveTaps(taps), *before), custom_partitioner_fn=partitioner):
+            compiled: Any = compile_fx(graph, inputs, inner_compile=inner_compile, compile_region_name=name)
             return compiled  # type: ignore[no-any-return]  # torch's type names what it never gives here, too
 
 
 @dataclass(slots=True)
-class _Taps:
+class _RemovedTaps:
     """The taps of a graph while they are removed from it."""
 
-    taken: list[Tapped] = field(default_factory=list)
-    recipes: dict[str, Origin] = field(default_factory=dict)
+    removed: list[Tap] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
 
-    def __deepcopy__(self, _: Any) -> _Taps:
+    def __deepcopy__(self, _: Any) -> _RemovedTaps:
         """The object itself, because inductor copies its configuration deeply."""
         return self
 
 
-def _with_taps(graph: fx.Graph, known: _Taps) -> tuple[Any, ...]:
+def _with_taps(graph: fx.Graph, removed_taps: _RemovedTaps) -> tuple[Any, ...]:
     """The last passes of inductor, followed by the one that puts taps back. Removes the taps from the graph.
 
     If there is no backward graph, they have been removed before.
     """
-    taken, recipes = take_taps(graph) if _has_taps(graph) else (known.taken, _recipes(graph))
-    own = _Replaced(_Taps(taken, {**known.recipes, **recipes}))
-    return (*get_custom_graph_passes(config.post_grad_custom_post_pass), own)
+    removed, origins = remove_taps(graph) if _has_taps(graph) else (removed_taps.removed, _origins_of(graph))
+    restore = _RestoreTaps(_RemovedTaps(removed, {**removed_taps.origins, **origins}))
+    return (*get_custom_graph_passes(config.post_grad_custom_post_pass), restore)
 
 
-def take_taps(graph: fx.Graph) -> tuple[list[Tapped], dict[str, Origin]]:
+def remove_taps(graph: fx.Graph) -> tuple[list[Tap], dict[str, Origin]]:
     """Remove all taps and the aliases made for them. Returns the removed taps and the origins of all nodes."""
     nodes = graph.find_nodes(op="call_function", target=tap_operator())
-    taken = []
+    removed = []
     for node in nodes:
         value, ticket, site = node.args
         graph.erase_node(node)
-        taken.append((value, ticket, site))
-    aliases = {value for value, _, _ in taken if _is_alias(value)}
-    aliases |= {user for value, _, _ in taken for user in value.users if _is_alias(user)}
+        removed.append((value, ticket, site))
+    aliases = {value for value, _, _ in removed if _is_alias(value)}
+    aliases |= {user for value, _, _ in removed for user in value.users if _is_alias(user)}
     inner = {alias: _unaliased(alias, aliases) for alias in aliases}
     for alias, value in inner.items():
         alias.replace_all_uses_with(value)
-    found = [Tapped(inner.get(value, value).name, ticket.name, site) for value, ticket, site in taken]
+    taps = [Tap(inner.get(value, value).name, ticket.name, site) for value, ticket, site in removed]
     for alias in sorted(aliases, reverse=True):
         graph.erase_node(alias)
-    recipes = _recipes(graph)
-    for value in dict.fromkeys(inner.get(value, value) for value, _, _ in taken):
+    origins = _origins_of(graph)
+    for value in dict.fromkeys(inner.get(value, value) for value, _, _ in removed):
         _erase_unused(graph, value)
-    return found, recipes
+    return taps, origins
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
@@ -155,7 +155,7 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
         _erase_unused(graph, operand)
 
 
-def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
+def add_taps_at_end(graph: fx.Graph, taps: Sequence[Tap], origins: Origins) -> None:
     """Put taps into a graph just before code generation.
 
     If taps used their values, these would be stored and fused differently. Therefore taps are at the end of the graph
@@ -163,7 +163,7 @@ def put_last_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> 
     pass may change it in place, the tap uses the value, which prevents that.
     """
     for tap in taps:
-        value = _find(graph, tap.value, recipes)
+        value = _find(graph, tap.value, origins)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
         uses = [use for use in _uses_of_memory(value) if isinstance(use.target, torch._ops.OperatorBase)]  # noqa: SLF001
         changes = [use for use in uses if _is_mutable(use) and use > value]
@@ -179,11 +179,11 @@ def _uses_of_memory(node: fx.Node) -> set[fx.Node]:
     """The users of a node and of all nodes that share its memory."""
     while _is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    known, waiting = set[fx.Node](), [node]
-    while waiting:
-        found = set(waiting.pop().users) - known
-        known |= found
-        waiting += filter(_is_view, found)
+    known, pending = set[fx.Node](), [node]
+    while pending:
+        users = set(pending.pop().users) - known
+        known |= users
+        pending += filter(_is_view, users)
     return known
 
 
@@ -218,12 +218,12 @@ for _lowering in (_keep_values, _tap_at_end):
     vars(_lowering)["_inductor_lowering_function"] = True  # inductor calls such functions to generate code
 
 
-def put_taps(graph: fx.Graph, taps: Sequence[Tapped], recipes: Origins) -> None:
+def restore_taps(graph: fx.Graph, taps: Sequence[Tap], origins: Origins) -> None:
     """Put taps into a graph. A value that the graph no longer computes is computed again."""
     for tap in taps:
-        value = _find(graph, tap.value, recipes)
+        value = _find(graph, tap.value, origins)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
-        with graph.inserting_after(_after(graph, value, ticket)):
+        with graph.inserting_after(_last_of(graph, value, ticket)):
             graph.call_function(tap_operator(), (value, ticket, tap.site)).meta["val"] = None
 
 
@@ -237,7 +237,7 @@ class _NodeName(str):
     __slots__ = ()
 
 
-def _recipes(graph: fx.Graph) -> dict[str, Origin]:
+def _origins_of(graph: fx.Graph) -> dict[str, Origin]:
     def named(argument: Any) -> Any:
         return fx.node.map_arg(argument, lambda node: _NodeName(node.name))
 
@@ -248,41 +248,41 @@ def _recipes(graph: fx.Graph) -> dict[str, Origin]:
     }
 
 
-def _find(graph: fx.Graph, name: str, recipes: Origins) -> Any:
+def _find(graph: fx.Graph, name: str, origins: Origins) -> Any:
     """The node with a name. If it is gone, it is created again from its origin.
 
     Raises:
         TapError: it cannot be created again.
     """
-    recipe = recipes.get(name)
+    origin = origins.get(name)
     for node in graph.nodes:
-        if node.name == name and (recipe is None or node.op == "placeholder" or node.target is recipe.target):
+        if node.name == name and (origin is None or node.op == "placeholder" or node.target is origin.target):
             return node
-    if recipe is None:
+    if origin is None:
         raise TapError(f"the compiler has left {name} out of the graph")
-    if torch.Tag.nondeterministic_seeded in getattr(recipe.target, "tags", ()):
+    if torch.Tag.nondeterministic_seeded in getattr(origin.target, "tags", ()):
         raise TapError(f"the compiler has replaced {name}, which is of random numbers")
 
-    def found(argument: Any) -> Any:
-        return _find(graph, argument, recipes) if isinstance(argument, _NodeName) else argument
+    def resolve(argument: Any) -> Any:
+        return _find(graph, argument, origins) if isinstance(argument, _NodeName) else argument
 
-    args = fx.node.map_aggregate(recipe.args, found)
-    kwargs = fx.node.map_aggregate(recipe.kwargs, found)
-    needed = _nodes_in((args, kwargs))
-    with graph.inserting_after(_after(graph, *needed)):
-        made = graph.call_function(recipe.target, args, kwargs)
-    made.meta["val"] = recipe.value
-    return made
+    args = fx.node.map_aggregate(origin.args, resolve)
+    kwargs = fx.node.map_aggregate(origin.kwargs, resolve)
+    operands = _nodes_in((args, kwargs))
+    with graph.inserting_after(_last_of(graph, *operands)):
+        created = graph.call_function(origin.target, args, kwargs)
+    created.meta["val"] = origin.value
+    return created
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
-    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, fx.Node)]
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
 
 
-def _after(graph: fx.Graph, *needed: fx.Node) -> Any:
+def _last_of(graph: fx.Graph, *nodes: fx.Node) -> Any:
     """The last one of these nodes and the inputs of the graph, in the order of the graph."""
     *_, last_input = graph.find_nodes(op="placeholder")
-    return max((*needed, last_input))
+    return max((*nodes, last_input))
 
 
 def _is_alias(node: Any) -> bool:
@@ -308,69 +308,71 @@ def _unaliased(node: fx.Node, aliases: set[fx.Node]) -> fx.Node:
     return node
 
 
-def _carry_ticket(joint: fx.Graph, taken: Sequence[Tapped]) -> None:
+def _carry_ticket(joint: fx.Graph, removed: Sequence[Tap]) -> None:
     """Pass the ticket to the backward graph, as the last output instead of its own gradient, which is None."""
     if not any(node.name.startswith("tangents") for node in joint.find_nodes(op="placeholder")):
         return
     output = joint.output_node()
     leaves, spec = pytree.tree_flatten(output.args)
-    ticket = next(node for node in joint.nodes if node.name == taken[0].ticket)
+    ticket = next(node for node in joint.nodes if node.name == removed[0].ticket)
     if leaves[-1] is not None:
         raise TapError("the ticket is not the last input of the graph")
     leaves[-1] = ticket
     output.args = pytree.tree_unflatten(leaves, spec)
 
 
-class _TakenOut(CustomGraphPass):
+class _RemoveTaps(CustomGraphPass):
     """Removes the taps from a joint graph, or from a forward graph without a backward graph."""
 
-    def __init__(self, taps: _Taps) -> None:
+    def __init__(self, taps: _RemovedTaps) -> None:
         self._taps = taps
 
     def __call__(self, graph: fx.Graph) -> None:
         """Remove the taps in place."""
         if _has_taps(graph):
-            self._taps.taken, self._taps.recipes = take_taps(graph)
-            _carry_ticket(graph, self._taps.taken)
+            self._taps.removed, self._taps.origins = remove_taps(graph)
+            _carry_ticket(graph, self._taps.removed)
 
     def uuid(self) -> Any:
         """The identity of the pass in the caches of inductor."""
         return "ranktape"
 
 
-class _Replaced(CustomGraphPass):
+class _RestoreTaps(CustomGraphPass):
     """Puts the taps back before code generation."""
 
-    def __init__(self, taps: _Taps) -> None:
+    def __init__(self, taps: _RemovedTaps) -> None:
         self._taps = taps
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put the taps back in place. Subgraphs, such as the mask of an attention, have no ticket and get no taps."""
         inputs = {node.name for node in graph.find_nodes(op="placeholder")}
-        if any(tap.ticket in inputs for tap in self._taps.taken):
-            put_last_taps(graph, self._taps.taken, self._taps.recipes)
+        if any(tap.ticket in inputs for tap in self._taps.removed):
+            add_taps_at_end(graph, self._taps.removed, self._taps.origins)
 
     def uuid(self) -> Any:
         """The identity of the pass in the caches of inductor, which depends on the taps."""
-        recipes = [(name, str(one.target), one.args, one.kwargs) for name, one in self._taps.recipes.items()]
-        return get_hash_for_files((__file__,), str((self._taps.taken, recipes)))
+        origins = [
+            (name, str(origin.target), origin.args, origin.kwargs) for name, origin in self._taps.origins.items()
+        ]
+        return get_hash_for_files((__file__,), str((self._taps.removed, origins)))
 
 
 class _Partitioner(CustomPartitionerFn):
     """Partitions a joint graph as without a capture, then puts the taps into the two graphs."""
 
-    def __init__(self, taps: _Taps, partition: Callable[..., Any]) -> None:
+    def __init__(self, taps: _RemovedTaps, partition: Callable[..., Any]) -> None:
         self._taps = taps
         self._partition = partition
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """The forward graph and the backward graph."""
-        recipes = {**self._taps.recipes, **_recipes(gm.graph)}
+        origins = {**self._taps.origins, **_origins_of(gm.graph)}
         forward, backward = self._partition(gm, joint_inputs, **kwargs)
-        taken, self._taps.taken = self._taps.taken, []
-        if taken:
-            put_taps(forward.graph, [tap for tap in taken if not is_of_gradient(tap.site)], recipes)
-            put_taps(backward.graph, _arrived(backward.graph, taken), recipes)
+        removed, self._taps.removed = self._taps.removed, []
+        if removed:
+            restore_taps(forward.graph, [tap for tap in removed if not is_of_gradient(tap.site)], origins)
+            restore_taps(backward.graph, _gradient_taps(backward.graph, removed), origins)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -382,10 +384,10 @@ class _Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
 
-def _arrived(backward: fx.Graph, taken: Sequence[Tapped]) -> list[Tapped]:
+def _gradient_taps(backward: fx.Graph, removed: Sequence[Tap]) -> list[Tap]:
     """The taps of gradients, with the ticket's node in the backward graph. Resets the ticket's gradient to None."""
     output = backward.output_node()
     leaves, spec = pytree.tree_flatten(output.args)
     ticket, leaves[-1] = leaves[-1], None
     output.args = pytree.tree_unflatten(leaves, spec)
-    return [tap._replace(ticket=ticket.name) for tap in taken if is_of_gradient(tap.site)]
+    return [tap._replace(ticket=ticket.name) for tap in removed if is_of_gradient(tap.site)]

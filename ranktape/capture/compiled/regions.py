@@ -23,7 +23,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from ranktape.capture.compiled.graph_calls import GraphCalls
-from ranktape.capture.compiled.graph_taps import GraphPlan, Target, erase_marks, put_taps_around
+from ranktape.capture.compiled.graph_taps import GraphPlan, Target, add_taps, erase_marks
 from ranktape.capture.compiled.marks import mark_first_input, mark_output, with_marks
 from ranktape.capture.hooks.functions import FunctionHooks
 from ranktape.capture.hooks.hook import Hook
@@ -42,11 +42,11 @@ class Regions:
         targets: Callable[[], Targets],
         modules: Callable[[], Iterator[nn.Module]],
         functions: FunctionHooks,
-        aside: Callable[[], contextlib.AbstractContextManager[None]],
-        meet: Callable[[nn.Module], None],
-        hidden: Callable[[], str | None],
-        tell: Callable[[str], None],
-        begins: Callable[[str | None], None],
+        without_capture: Callable[[], contextlib.AbstractContextManager[None]],
+        on_module: Callable[[nn.Module], None],
+        find_hidden: Callable[[], str | None],
+        on_note: Callable[[str], None],
+        on_begin: Callable[[str | None], None],
     ) -> None:
         """Replace torch's lookup of callbacks.
 
@@ -55,28 +55,28 @@ class Regions:
             targets: Returns the functions that are recorded in graphs.
             modules: Returns the modules with hooks of a capture.
             functions: The replacements of functions.
-            aside: A context without the capture's global module hooks.
-            meet: Called with each module that a region is seen to run.
-            hidden: Names the part of the known models that graphs do not show; None if they show everything.
-            tell: Called with messages for the user.
-            begins: Called when a region starts, with the reason why it runs eagerly; None if its graphs are recorded.
+            without_capture: A context without the capture's global module hooks.
+            on_module: Called with each module that a region is seen to run.
+            find_hidden: Names the part of the known models that graphs do not show; None if they show everything.
+            on_note: Called with messages for the user.
+            on_begin: Called when a region starts, with the reason why it runs eagerly; None if its graphs are recorded.
         """
         self._calls = calls
-        self._aside = aside
+        self._without_capture = without_capture
         self.modules = modules
         """Returns the modules with hooks of a capture."""
         self.layer_hooks = calls.layer_hooks
         """The hooks on the outputs of layers and the input of the first one, each with its module."""
         self.functions = functions
         """The replacements of functions."""
-        self.ways: dict[str, None] = {}
+        self.summaries: dict[str, None] = {}
         """The ways in which regions have been recorded so far: in their graphs, or eagerly for a reason."""
-        self._meet = meet
-        self._hidden = hidden
+        self._on_module = on_module
+        self._find_hidden = find_hidden
         self._thread = threading.local()
-        self._begins = begins
+        self._on_begin = on_begin
         TappedBackend.targets = staticmethod(targets)
-        TappedBackend.tell = staticmethod(tell)
+        TappedBackend.on_note = staticmethod(on_note)
         TappedCallback.regions = self
         GraphCalls.current = calls
         # These run inside regions, between graphs. Dynamo would compile them and everything that they call.
@@ -97,30 +97,30 @@ class Regions:
         self._calls.remove()
 
     def _callback(self, callback: Any) -> Any:
-        own: Any = self._from_stance(callback)
-        if own is None or own is False or isinstance(own, TappedCallback):
-            return own
+        original: Any = self._from_stance(callback)
+        if original is None or original is False or isinstance(original, TappedCallback):
+            return original
         for module in _modules_of(sys._getframe(1)):  # noqa: SLF001  (the modules may not have hooks yet)
-            self._meet(module)
-        hidden = self._hidden()
-        tapped = None if hidden else tapped_callback(own)
+            self._on_module(module)
+        hidden = self._find_hidden()
+        tapped = None if hidden else tapped_callback(original)
         if tapped is None:
             # Under the default stance, a region with `fullgraph=True` raises if nothing was compiled.
             _forced.stance = id(sys._getframe(1)), eval_frame._stance  # noqa: SLF001
             eval_frame._stance = eval_frame.DynamoStance(stance="force_eager")  # noqa: SLF001
-            backend = eval_frame.innermost_backend(own)
+            backend = eval_frame.innermost_backend(original)
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
             why = f"graphs do not show {hidden}" if hidden else f"the backend is {name!r}"
-            self.ways[f"eagerly: {why}"] = None
-            self._begins(why)
+            self.summaries[f"eagerly: {why}"] = None
+            self._on_begin(why)
             _forced.is_entered = False
             return None
-        if _IN_GRAPHS not in self.ways:
-            self.ways[_IN_GRAPHS] = None
+        if _IN_GRAPHS not in self.summaries:
+            self.summaries[_IN_GRAPHS] = None
             self.functions.stand_in_functional()
-            self._begins(None)
-        own_id = frames.get_eval_frame_isolate_recompiles_id()
-        frames.set_eval_frame_isolate_recompiles_id(_isolated(own_id))
+            self._on_begin(None)
+        original_id = frames.get_eval_frame_isolate_recompiles_id()
+        frames.set_eval_frame_isolate_recompiles_id(_isolation_id(original_id))
         return tapped
 
     def _enter_or_leave(self, callback: Any) -> Any:
@@ -136,7 +136,7 @@ class Regions:
         elif callback is None or callback is False:
             self._leave()
         elif getattr(self._thread, "context", None) is None:
-            self._thread.context = context = self._aside()
+            self._thread.context = context = self._without_capture()
             context.__enter__()
         return _SET(callback)
 
@@ -156,9 +156,9 @@ def _modules_of(frame: FrameType) -> Iterator[nn.Module]:
     code = getattr(function, "__code__", None)
     closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     names = [getattr(function, "__globals__", {}).get(name) for name in getattr(code, "co_names", ())]
-    for one in (getattr(function, "__self__", None), *frame.f_locals.get("args", ()), *closure, *names):
-        if isinstance(one, nn.Module):
-            yield one
+    for value in (getattr(function, "__self__", None), *frame.f_locals.get("args", ()), *closure, *names):
+        if isinstance(value, nn.Module):
+            yield value
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -168,16 +168,16 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-_ISOLATED: dict[int, int] = {}
+_ISOLATION_IDS: dict[int, int] = {}
 
 
-def _isolated(own: int) -> int:
+def _isolation_id(original: int) -> int:
     """The identifier under which torch caches and counts a region's code with taps, given that of its own code."""
-    if own in _ISOLATED.values():
-        return own
-    if own not in _ISOLATED:
-        _ISOLATED[own] = next(eval_frame._next_isolate_recompiles_id)  # noqa: SLF001
-    return _ISOLATED[own]
+    if original in _ISOLATION_IDS.values():
+        return original
+    if original not in _ISOLATION_IDS:
+        _ISOLATION_IDS[original] = next(eval_frame._next_isolate_recompiles_id)  # noqa: SLF001
+    return _ISOLATION_IDS[original]
 
 
 _converting = threading.local()
@@ -191,9 +191,9 @@ class TappedCallback:
     regions: ClassVar[Regions]
     """The regions of the captured iteration."""
 
-    def __init__(self, own: Any, backend: TappedBackend) -> None:
-        inner = own._torchdynamo_orig_backend  # noqa: SLF001
-        hooks = dataclasses.replace(own.hooks, guard_filter_fn=functools.partial(_kept_guards, own.hooks))
+    def __init__(self, original: Any, backend: TappedBackend) -> None:
+        inner = original._torchdynamo_orig_backend  # noqa: SLF001
+        hooks = dataclasses.replace(original.hooks, guard_filter_fn=functools.partial(_guards_to_keep, original.hooks))
         self._torchdynamo_orig_backend = CatchErrorsWrapper(inner._clone_with_backend(backend), hooks)  # noqa: SLF001
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,31 +201,31 @@ class TappedCallback:
         _converting.is_on = True
         try:
             functions, modules = self.regions.functions, self.regions.modules()
-            hidden = _without_hooks(modules, self.regions.layer_hooks)
-            with functions.originals(), functions.with_getters(with_marks), hidden:
+            without_hooks = _without_hooks(modules, self.regions.layer_hooks)
+            with functions.originals(), functions.with_getters(with_marks), without_hooks:
                 return self._torchdynamo_orig_backend(*args, **kwargs)
         finally:
             _converting.is_on = False
 
 
-def _kept_guards(hooks: Any, guards: Sequence[Any]) -> list[bool]:
+def _guards_to_keep(hooks: Any, guards: Sequence[Any]) -> list[bool]:
     """Whether to keep each guard: those on objects that the capture replaces would fail at the next call.
 
     These objects are functions, attributes of registries' methods, and hooks of modules. If a module has no hooks when
     it is compiled, torch has no guard on its hooks either.
     """
-    own = hooks.guard_filter_fn
-    kept = [True] * len(guards) if own is None else own(guards)
+    keep_guards = hooks.guard_filter_fn
+    decisions = [True] * len(guards) if keep_guards is None else keep_guards(guards)
     functions = TappedCallback.regions.functions
     replaced = {guard.name for guard in guards if functions.is_changed(guard.value)}
     parts = tuple(f"{name}{after}" for name in replaced for after in (".", "["))
-    others = (*_HOOKS, *(f"[{name!r}]." for _, name, *_ in functions.getters))
+    ignored = (*_HOOKS, *(f"[{name!r}]." for _, name, *_ in functions.getters))
     return [
         bool(keep)
         and guard.name not in replaced
         and not guard.name.startswith(parts)
-        and not any(name in guard.name for name in others)
-        for keep, guard in zip(kept, guards, strict=True)
+        and not any(name in guard.name for name in ignored)
+        for keep, guard in zip(decisions, guards, strict=True)
     ]
 
 
@@ -236,22 +236,24 @@ _callbacks: dict[int, tuple[Any, TappedCallback | None]] = {}
 _backends: list[TappedBackend] = []
 
 
-def tapped_callback(own: Any) -> TappedCallback | None:
+def tapped_callback(original: Any) -> TappedCallback | None:
     """A copy of a region's own callback whose backend puts taps into graphs; None if the backend is not inductor."""
-    found = _callbacks.get(id(own))
-    if found is None:
-        backend = tapped_backend(eval_frame.innermost_backend(own)) if isinstance(own, CatchErrorsWrapper) else None
-        found = _callbacks[id(own)] = own, None if backend is None else TappedCallback(own, backend)
-    return found[1]
+    entry = _callbacks.get(id(original))
+    if entry is None:
+        backend = (
+            tapped_backend(eval_frame.innermost_backend(original)) if isinstance(original, CatchErrorsWrapper) else None
+        )
+        entry = _callbacks[id(original)] = original, None if backend is None else TappedCallback(original, backend)
+    return entry[1]
 
 
-def tapped_backend(own: Any) -> TappedBackend | None:
+def tapped_backend(original: Any) -> TappedBackend | None:
     """The one backend with taps for a region's own backend; None if that is not inductor."""
-    if type(own) is not torch._TorchCompileInductorWrapper:  # noqa: SLF001
+    if type(original) is not torch._TorchCompileInductorWrapper:  # noqa: SLF001
         return None
-    backend = next((one for one in _backends if one.own == own), None)
+    backend = next((known for known in _backends if known.original == original), None)
     if backend is None:
-        backend = TappedBackend(own)
+        backend = TappedBackend(original)
         _backends.append(backend)
     return backend
 
@@ -264,10 +266,10 @@ class TappedBackend:
     """Compiles graphs with taps for another backend, or without taps if that fails."""
 
     targets: Callable[[], Targets] = staticmethod(dict)
-    tell: Callable[[str], None] = staticmethod(lambda _: None)
+    on_note: Callable[[str], None] = staticmethod(lambda _: None)
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
+    def __init__(self, original: Any) -> None:
+        self.original = original
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -275,34 +277,34 @@ class TappedBackend:
 
         plan = GraphPlan(calls=[])
         try:
-            tapped = put_taps_around(graph, self.targets(), plan)
+            tapped = add_taps(graph, self.targets(), plan)
             erase_marks(graph)
             if not plan.calls:
-                return self.own(graph, inputs)  # type: ignore[no-any-return]
-            given = [*inputs, torch.tensor(0)]
-            patches, name = self.own.config, self.own.name
-            compiled = compile_tapped(tapped, given, patches=patches, name=name)
+                return self.original(graph, inputs)  # type: ignore[no-any-return]
+            inputs_and_ticket = [*inputs, torch.tensor(0)]
+            patches, name = self.original.config, self.original.name
+            compiled = compile_tapped(tapped, inputs_and_ticket, patches=patches, name=name)
             return TappedGraph(compiled, plan)
         except Exception as error:  # noqa: BLE001  (no failure may stop the training)
             reason = f"its compiled graph takes no taps: {type(error).__name__}: {error}"[:_MAX_REASON]
-            self.tell(reason)
-            plan.give_up(reason)
+            self.on_note(reason)
+            plan.mark_missing(reason)
             erase_marks(graph)
-            return TappedGraph(self.own(graph, inputs), plan, takes_ticket=False)
+            return TappedGraph(self.original(graph, inputs), plan, has_ticket=False)
 
     def reset(self) -> None:
         """Reset the backend, when torch clears its caches."""
-        if hasattr(self.own, "reset"):
-            self.own.reset()
+        if hasattr(self.original, "reset"):
+            self.original.reset()
 
 
 class TappedGraph:
     """A compiled graph with its plan. It has taps unless compiling with them failed."""
 
-    def __init__(self, compiled: Callable[..., Any], plan: GraphPlan, *, takes_ticket: bool = True) -> None:
+    def __init__(self, compiled: Callable[..., Any], plan: GraphPlan, *, has_ticket: bool = True) -> None:
         self._compiled = compiled
         self._plan = plan
-        self._takes_ticket = takes_ticket
+        self._has_ticket = has_ticket
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph, and record its taps if an iteration is being captured."""
@@ -313,17 +315,17 @@ class TappedGraph:
             return self._run(inputs, ticket)
 
     def _run(self, inputs: Sequence[Any], ticket: int) -> Any:
-        return self._compiled(*inputs, *([torch.tensor(ticket)] if self._takes_ticket else []))
+        return self._compiled(*inputs, *([torch.tensor(ticket)] if self._has_ticket else []))
 
 
 @contextlib.contextmanager
 def _without_hooks(modules: Iterator[nn.Module], layer_hooks: Mapping[Hook, nn.Module]) -> Iterator[None]:
     """Context in which modules have no hooks of the capture, and layers have the hooks that put marks instead."""
-    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in {*modules, *layer_hooks.values()}:
         for hooks, mark in ((module._forward_pre_hooks, mark_first_input), (module._forward_hooks, mark_output)):  # noqa: SLF001
             if any(isinstance(hook, Hook) for hook in hooks.values()):
-                taken.append((hooks, dict(hooks)))
+                saved.append((hooks, dict(hooks)))
                 for key, hook in list(hooks.items()):
                     if isinstance(hook, Hook) and hook in layer_hooks:
                         hooks[key] = mark
@@ -332,6 +334,6 @@ def _without_hooks(modules: Iterator[nn.Module], layer_hooks: Mapping[Hook, nn.M
     try:
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, before in saved:
             hooks.clear()
             hooks.update(before)

@@ -261,15 +261,15 @@ class ModelHooks:
         functions = self._functions
         assert functions is not None, "only called while hooks are attached"
         self._regions = Regions(
-            GraphCalls(self._context, frames=self._frames, is_wanted=self._wants_layer, layers=self._layers),
+            GraphCalls(self._context, frames=self._frames, is_wanted_layer=self._wants_layer, layers=self._layers),
             targets=functions.in_graphs,
             modules=lambda: iter(self._frames),
             functions=functions,
-            aside=self._without_capture,
-            meet=self._add_in_region,
-            hidden=lambda: hidden_in_graphs(self._hooks, self._frames, functions.roles),
-            tell=self._on_note,
-            begins=self._on_compiled,
+            without_capture=self._without_capture,
+            on_module=self._add_in_region,
+            find_hidden=lambda: hidden_in_graphs(self._hooks, self._frames, functions.roles),
+            on_note=self._on_note,
+            on_begin=self._on_compiled,
         )
         return self._regions
 
@@ -282,7 +282,7 @@ class ModelHooks:
     def compiled_summary(self) -> str:
         """The way in which compiled code was recorded in the iteration; empty if none ran."""
         if self._regions is not None:
-            return "; ".join(self._regions.ways)
+            return "; ".join(self._regions.summaries)
         why = why_eager(self._options)
         return f"eagerly: {why}" if why is not None and has_compiled() else ""
 
