@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ranktape.capture.passes.tracker import Call
     from ranktape.capture.sites import RecordForm
 
-SILENT = "its hook did not fire"
+HOOK_NOT_RUN = "its hook did not fire"
 NOT_CALLED = "its module was not called"
 USED_WITHOUT_CALL = "its module was not called, and its weight was used without it"
 FUNCTION_NOT_CALLED = "its function was not called"
-NOT_RECORDED_PASS = "it ran only in passes that are not recorded"  # noqa: S105  # no password
+OTHER_PASSES = "it ran only in passes that are not recorded"  # no password
 WITHOUT_GRADIENTS = "it ran without gradients, as under torch.no_grad or in an autograd.Function"
 NO_BACKWARD = "no backward pass reached it"
 TRANSFORMED = "it ran inside of a transform of torch.func, whose tensors are not recorded"
@@ -78,12 +78,12 @@ class Site:
         """The calls that are not selected in this iteration; empty if the whole site is not, None if all of it is."""
 
     @property
-    def is_met(self) -> bool:
+    def has_outcome(self) -> bool:
         """Whether the iteration has a tensor of the site, or a reason why there is none."""
         return bool(self.seen) or self.refused is not None
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether a tensor was recorded, and one for each selected call with a gradient hook."""
         return bool(self.seen) and self.seen >= self.hooked - (self.excused or set())
 
@@ -105,7 +105,7 @@ class Site:
         return call
 
 
-class _Watched:
+class _SourceState:
     """The state of one source, with its sites."""
 
     def __init__(self, source: Source) -> None:
@@ -137,10 +137,10 @@ class _Watched:
             site.begin()
 
     @property
-    def is_forgettable(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether the source did not occur in the iteration and has no state that must remain."""
         is_used = self.attached or self.is_called or self.is_passed or self.disabled or self.remembered
-        return not is_used and not any(site.is_met or site.hooked for site in list(self.sites.values()))
+        return not is_used and not any(site.has_outcome or site.hooked for site in list(self.sites.values()))
 
     @property
     def known(self) -> Iterable[TensorRole]:
@@ -151,21 +151,21 @@ class _Watched:
         """Whether a role, or the whole source, is disabled."""
         return None in self.disabled or role in self.disabled
 
-    def expected(self, *, is_due: bool) -> list[TensorRole | None]:
+    def expected(self, *, wants_gradients: bool) -> list[TensorRole | None]:
         """The expected roles; None alone if the source is disabled and its roles are not known.
 
-        If the source was not called, gradients are included if `is_due`. If it was called only in evaluation passes,
-        gradients are not included.
+        If the source was not called, gradients are included if `wants_gradients`. If it was called only in evaluation
+        passes, gradients are not included.
         """
-        has_gradients = self.is_training if self.is_called else is_due
+        has_gradients = self.is_training if self.is_called else wants_gradients
         known = [*self.known, *self.awaited]  # another thread may put hooks on it meanwhile
         roles = dict.fromkeys(role for role in known if has_gradients or role.operation != Operation.BACKWARD)
         excused = set()
         for role, site in list(self.sites.items()):
-            if site.is_met or site.hooked:
+            if site.has_outcome or site.hooked:
                 roles[role] = None
-            is_kept = site.is_met or role in self.disabled
-            if site.excused is not None and not is_kept and site.hooked <= site.excused:
+            is_reported = site.has_outcome or role in self.disabled
+            if site.excused is not None and not is_reported and site.hooked <= site.excused:
                 excused.add(role)
         roles.update(dict.fromkeys(role for role in self.disabled if role is not None))
         return [role for role in roles if role not in excused] or ([None] if None in self.disabled else [])
@@ -178,30 +178,30 @@ class _Watched:
         assert role is not None, "only of a source that is disabled no role is known"
         site = self.sites.get(role)
         if site is None:
-            return self._silence(role)
+            return self._reason_without_record(role)
         if site.refused is not None:
-            return f"{site.refused} ({OTHER_CALLS})" if site.is_whole else site.refused
+            return f"{site.refused} ({OTHER_CALLS})" if site.is_complete else site.refused
         hooked = site.hooked - site.excused if site.excused else site.hooked
-        if site.is_whole:
+        if site.is_complete:
             return None
         if site.seen:
             return f"no backward pass reached {len(hooked - site.seen)} of its {len(hooked)} calls"
-        return NO_BACKWARD if hooked else self._silence(role)
+        return NO_BACKWARD if hooked else self._reason_without_record(role)
 
-    def is_whole(self, role: TensorRole | None) -> bool:
+    def is_complete(self, role: TensorRole | None) -> bool:
         """Whether a role is recorded, except perhaps for refused calls."""
         site = None if role is None else self.sites.get(role)
-        return site is not None and site.is_whole and not self.is_disabled(site.role)
+        return site is not None and site.is_complete and not self.is_disabled(site.role)
 
-    def _silence(self, role: TensorRole) -> str:
+    def _reason_without_record(self, role: TensorRole) -> str:
         sites = list(self.sites.values())
         if not self.is_called and not any(site.seen for site in sites):
             if self.is_passed:
-                return NOT_RECORDED_PASS
+                return OTHER_PASSES
             not_called = NOT_CALLED if self.attached else FUNCTION_NOT_CALLED
             return USED_WITHOUT_CALL if self.is_used else not_called
         if role.operation != Operation.BACKWARD:
-            return SILENT
+            return HOOK_NOT_RUN
         # The gradient of a weight may have a hook on the weight, not on a call.
         return NO_BACKWARD if self.has_gradients or any(site.hooked for site in sites) else WITHOUT_GRADIENTS
 
@@ -210,7 +210,7 @@ class Expected:
     """The expected, recorded and refused sites of an iteration, and the sites that are disabled for good."""
 
     def __init__(self) -> None:
-        self._sources: dict[Source, _Watched] = {}
+        self._sources: dict[Source, _SourceState] = {}
         self._num_forms = 0
 
     def begin(self) -> None:
@@ -219,28 +219,28 @@ class Expected:
         Sources that did not occur in the last iteration are dropped, because a training may create new ones endlessly.
         """
         # Copying the dictionary is atomic; making a list of its items may be interrupted by another thread.
-        for source, watched in self._sources.copy().items():
-            if watched.is_forgettable:
+        for source, state in self._sources.copy().items():
+            if state.is_unused:
                 del self._sources[source]
             else:
-                watched.begin()
+                state.begin()
 
     def site(self, source: Source, role: TensorRole) -> Site:
         """The site of a tensor of a source."""
-        watched = self._sources.get(source) or self._of(source)
-        site = watched.sites.get(role)
+        state = self._sources.get(source) or self._of(source)
+        site = state.sites.get(role)
         if site is None:
-            new = Site(source, role, is_disabled=watched.is_disabled(role))
-            site = watched.sites.setdefault(role, new)  # another thread may have added it
+            new = Site(source, role, is_disabled=state.is_disabled(role))
+            site = state.sites.setdefault(role, new)  # another thread may have added it
         return site
 
     def keep_form(self, site: Site, key: Any, form: RecordForm) -> RecordForm:
         """Cache a form of a site. If there are too many forms, the caches of all sites are cleared."""
         if self._num_forms >= MAX_ALL_FORMS:
             self._num_forms = 0
-            for watched in list(self._sources.values()):
-                for one in list(watched.sites.values()):
-                    one.forms.clear()
+            for state in list(self._sources.values()):
+                for other in list(state.sites.values()):
+                    other.forms.clear()
         self._num_forms += 1
         if len(site.forms) >= MAX_FORMS:
             site.forms.clear()
@@ -257,10 +257,10 @@ class Expected:
 
     def called(self, source: Source, *, has_gradients: bool = True, is_training: bool = True) -> None:
         """Note that a source ran in a recorded pass. Unless that is a training pass, no gradients are expected."""
-        watched = self._of(source)
-        watched.is_called = True
-        watched.has_gradients |= has_gradients
-        watched.is_training |= is_training
+        state = self._of(source)
+        state.is_called = True
+        state.has_gradients |= has_gradients
+        state.is_training |= is_training
 
     def passed(self, source: Source) -> None:
         """Note that a source ran in a pass that is not recorded."""
@@ -276,16 +276,18 @@ class Expected:
 
     def is_idle(self, source: Source) -> bool:
         """Whether a source ran in no pass at all."""
-        watched = self._of(source)
-        return not (watched.is_called or watched.is_passed or watched.disabled)
+        state = self._of(source)
+        return not (state.is_called or state.is_passed or state.disabled)
 
     def ran(self) -> set[Source]:
         """The sources that ran in a recorded pass, selected or not."""
-        return {source for source, watched in self._sources.copy().items() if watched.is_called}
+        return {source for source, state in self._sources.copy().items() if state.is_called}
 
     def seen(self) -> list[Source]:
         """The sources with a recorded tensor."""
-        return [one.source for one in list(self._sources.values()) if any(site.seen for site in one.sites.values())]
+        return [
+            state.source for state in list(self._sources.values()) if any(site.seen for site in state.sites.values())
+        ]
 
     def refuse(self, source: Source, role: TensorRole, reason: str) -> None:
         """Note the reason why a tensor is not recorded, or not completely."""
@@ -293,7 +295,7 @@ class Expected:
 
     def main_refusal(self) -> str | None:
         """The most frequent reason for refused tensors; None if nothing was refused."""
-        sites = (site for watched in list(self._sources.values()) for site in list(watched.sites.values()))
+        sites = (site for state in list(self._sources.values()) for site in list(state.sites.values()))
         reasons = Counter(site.refused for site in sites if site.refused is not None)
         return max(reasons, key=lambda reason: reasons[reason], default=None)
 
@@ -314,49 +316,50 @@ class Expected:
 
         Returns whether it was enabled. The first error is the one that is reported.
         """
-        watched = self._of(source)
-        is_new = role not in watched.disabled
-        watched.disabled.setdefault(role, error)
-        for site in list(watched.sites.values()):
-            site.is_disabled = watched.is_disabled(site.role)
+        state = self._of(source)
+        is_new = role not in state.disabled
+        state.disabled.setdefault(role, error)
+        for site in list(state.sites.values()):
+            site.is_disabled = state.is_disabled(site.role)
         return is_new
 
     def remembered(self) -> list[tuple[Source, TensorRole]]:
         """The roles of functions in earlier iterations, which are expected again, with their sources."""
-        return [(source, role) for source, watched in self._sources.copy().items() for role in watched.remembered]
+        return [(source, role) for source, state in self._sources.copy().items() for role in state.remembered]
 
     def end(self) -> dict[str, Any]:
         """Finish an iteration. Returns the fields of its commit about expected and missing tensors."""
         sources = list(self._sources.values())
-        is_any_called = any(one.is_called for one in sources)
+        is_any_called = any(state.is_called for state in sources)
         # Gradients of sources that did not run are expected if another source trained, or if nothing ran at all.
-        is_due = any(one.is_training for one in sources) or not is_any_called
-        expected = {one: roles for one in sources if (roles := one.expected(is_due=is_due))}
-        missing = {one: {role: one.reason(role) for role in roles} for one, roles in expected.items()}
-        for one, roles in expected.items():
-            if one.is_called and not one.attached:
-                one.remembered.update(dict.fromkeys(role for role in roles if role is not None))
-        names = _names([one.source for one in expected])
+        wants_gradients = any(state.is_training for state in sources) or not is_any_called
+        expected = {state: roles for state in sources if (roles := state.expected(wants_gradients=wants_gradients))}
+        missing = {state: {role: state.reason(role) for role in roles} for state, roles in expected.items()}
+        for state, roles in expected.items():
+            if state.is_called and not state.attached:
+                state.remembered.update(dict.fromkeys(role for role in roles if role is not None))
+        names = _names([state.source for state in expected])
         # If nothing ran at all, nothing is listed as expected, and an iteration without records is complete.
-        is_due = is_any_called or any(site.is_met for one in sources for site in list(one.sites.values()))
-        lines = [f"{names[one.source]}: {_tensor_names(roles)}" for one, roles in expected.items()] if is_due else []
+        has_run = is_any_called or any(site.has_outcome for state in sources for site in list(state.sites.values()))
+        listed = expected if has_run else {}
+        lines = [f"{names[state.source]}: {_tensor_names(roles)}" for state, roles in listed.items()]
         rest = len(lines) - MAX_EXPECTED
         return {
             "expected": lines if rest <= 0 else [*lines[:MAX_EXPECTED], f"and {rest} more"],
-            "silent_sites": _grouped([(names[one.source], reasons) for one, reasons in missing.items()]),
+            "silent_sites": _grouped([(names[state.source], reasons) for state, reasons in missing.items()]),
             "num_expected": sum(map(len, expected.values())),
             "num_missing": sum(
-                reason is not None and not one.is_whole(role)
-                for one, reasons in missing.items()
+                reason is not None and not state.is_complete(role)
+                for state, reasons in missing.items()
                 for role, reason in reasons.items()
             ),
         }
 
-    def _of(self, source: Source) -> _Watched:
-        watched = self._sources.get(source)
-        if watched is None:
-            watched = self._sources.setdefault(source, _Watched(source))
-        return watched
+    def _of(self, source: Source) -> _SourceState:
+        state = self._sources.get(source)
+        if state is None:
+            state = self._sources.setdefault(source, _SourceState(source))
+        return state
 
 
 def _names(sources: Sequence[Source]) -> dict[Source, str]:
@@ -375,23 +378,23 @@ def _tensor_names(roles: Iterable[TensorRole | None]) -> str:
 
 def _grouped(sources: Iterable[tuple[str, Mapping[TensorRole | None, str | None]]]) -> dict[str, str]:
     """The reason for each place: a module if all its tensors are missing, otherwise a module and some tensors."""
-    places: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for name, roles in sources:
         for reason in dict.fromkeys(reason for reason in roles.values() if reason is not None):
-            missing = [role for role, one in roles.items() if one == reason]
-            places.setdefault(reason, []).append(_place(name, missing, is_all=len(missing) == len(roles)))
+            missing = [role for role, other in roles.items() if other == reason]
+            labels.setdefault(reason, []).append(_site_label(name, missing, is_all=len(missing) == len(roles)))
     grouped: dict[str, str] = {}
-    for reason, named in list(places.items())[:MAX_REASONS]:
-        grouped |= dict.fromkeys(named[:MAX_PLACES], reason)
-        if len(named) > MAX_PLACES:
-            rest = f"and {len(named) - MAX_PLACES} more"
+    for reason, names in list(labels.items())[:MAX_REASONS]:
+        grouped |= dict.fromkeys(names[:MAX_PLACES], reason)
+        if len(names) > MAX_PLACES:
+            rest = f"and {len(names) - MAX_PLACES} more"
             grouped[rest if rest not in grouped else f"{rest}: {reason}"] = reason
-    if num_others := sum(map(len, list(places.values())[MAX_REASONS:])):
+    if num_others := sum(map(len, list(labels.values())[MAX_REASONS:])):
         grouped[f"and {num_others} more: {_OTHER_REASONS}"] = _OTHER_REASONS
     return grouped
 
 
-def _place(name: str, roles: Sequence[TensorRole | None], *, is_all: bool) -> str:
+def _site_label(name: str, roles: Sequence[TensorRole | None], *, is_all: bool) -> str:
     if len(roles) == 1 and (role := roles[0]) is not None:
         return f"{name} {role.operation} {role.phase} {role.tensor_name}"
     return name if is_all else f"{name} {_tensor_names(roles)}"

@@ -26,14 +26,14 @@ from ranktape.capture.source import DIFFERENTIABLE, NO_TAGS, Source, Tags, Tenso
 from ranktape.capture.staging.device import DeviceStage, Reduction, driver_of
 from ranktape.capture.staging.ring import NoRoomError, RingProducer
 from ranktape.capture.staging.ring_file import Slot, SlotKind
-from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, is_plain, take_apart
+from ranktape.capture.tensors.parts import PlainPart, UnrecordableError, is_plain, parts_of
 from ranktape.capture.torch_private import is_transformed, transform_level
 from ranktape.capture.writing.counting import device_nbytes
 from ranktape.errors import CaptureError, RanktapeError
 from ranktape.storage.format.record_info import Keep, Mode, Operation
 
 if TYPE_CHECKING:
-    from ranktape.capture.tensors.taking import StatisticsTaker
+    from ranktape.capture.tensors.taking import HostStatistics
 
 MAX_PASSES = 4096
 """Maximum number of forward passes in one iteration. With more, it is assumed that no event will finish it."""
@@ -84,13 +84,13 @@ class Recorder:
         self.num_left_out = 0
         self._ring = ring
         self._timeout_seconds = options.block_timeout_seconds
-        self._taker: StatisticsTaker | None = None
+        self._taker: HostStatistics | None = None
         # In other captures, the writer computes statistics from the staged values.
         if options.record_last is not None:
             # Imports numba, which other captures do not need.
-            from ranktape.capture.tensors.taking import StatisticsTaker
+            from ranktape.capture.tensors.taking import HostStatistics
 
-            self._taker = StatisticsTaker()
+            self._taker = HostStatistics()
         self._device: DeviceStage | None = None
         self._refusal: str | None = None
         """The reason why there is no `_device`; None if there was none so far."""
@@ -184,7 +184,7 @@ class Recorder:
     def _parts(self, site: Site, tensor: torch.Tensor, call: Call, placement: str | None) -> list[PlainPart] | None:
         """The parts of a tensor to record; None if it is refused."""
         try:
-            parts = take_apart(tensor, placement=placement)
+            parts = parts_of(tensor, placement=placement)
             self._check_device(parts[0].tensor)
         except UnrecordableError as error:
             self.refuse(site.source, site.role, str(error), call=call)
@@ -449,13 +449,15 @@ class Recorder:
         """
         spare_nbytes = self._ring.free_nbytes // 2 - self._ring.capacity // 8
         if is_reduced or (self._taker is not None and tensor.nbytes > spare_nbytes):
-            from ranktape.capture.tensors.taking import is_summable, take_on_device
+            from ranktape.capture.tensors.taking import is_summable, statistics_on_device
 
             if is_summable(tensor):
                 dim = form.sample_dim
                 nbytes = device_nbytes(1 if dim is None else tensor.shape[dim])
                 header = self._header(form, call, tags, more=',"taken":"device"')
-                self._put_off_device(tensor, header, nbytes=nbytes, reduce=partial(take_on_device, sample_dim=dim))
+                self._put_off_device(
+                    tensor, header, nbytes=nbytes, reduce=partial(statistics_on_device, sample_dim=dim)
+                )
                 return
         self._put_off_device(tensor, self._header(form, call, tags), nbytes=form.nbytes)
 

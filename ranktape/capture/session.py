@@ -70,14 +70,14 @@ class Capture:
     current: ClassVar[Capture | None] = None
     """The running capture of this process, into which `save_tensor` records; None if there is none."""
 
-    yields = False
+    is_optional = False
     """Whether the environment requested the capture, not the program. Then it never stops the training, and closes if
     the program starts another capture."""
 
     wording: Callable[[str], str] = staticmethod(str)
     """A function that rewords the options in messages for the way in which the capture was started."""
 
-    is_in_the_way = "a capture is running in this process already: end it first, or record into it"
+    conflict_message = "a capture is running in this process already: end it first, or record into it"
     """The message of the error if another capture is started."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Capture:
         self._signals: Signals | None = None
         self._peers: Peers | None = None
         self._master: MasterWeights | None = None
-        self._gate: StopGate | None = None
+        self._stop_gate: StopGate | None = None
         self._tracker = Tracker(modes=self.options.wanted_modes)
         self._iteration = self.options.first_iteration
         self._num_recorded = self._num_empty_steps = 0
@@ -118,14 +118,14 @@ class Capture:
         """Whether the size of an iteration is known, in `_predicted_nbytes`."""
         self._usual_passes: tuple[int, int] | None = None
         """The first iteration with training passes, and their number; None until there is one."""
-        self._is_merge_told = False
+        self._is_merge_reported = False
         self._keeps_weights = False
-        self._news = 0
+        self._plan_number = 0
         self._disabled: str | None = None
-        self._silence: str | None = None
+        self._why_silent: str | None = None
         self._ended = ""
         self._room = Room()
-        self._untold: deque[dict[str, Any]] = deque()
+        self._unsent_triggers: deque[dict[str, Any]] = deque()
         """The triggers that have not been sent to the writer yet."""
 
     @classmethod
@@ -176,10 +176,10 @@ class Capture:
             CaptureError: the writer of this or another rank cannot start, or another capture is running.
             LateError: waiting for rank 0 or for the writer timed out.
         """
-        if Capture.current is not None and Capture.current.yields:
+        if Capture.current is not None and Capture.current.is_optional:
             Capture.current.close(reason="the training began a capture of its own")
         if Capture.current is not None:
-            raise CaptureError(Capture.current.is_in_the_way)
+            raise CaptureError(Capture.current.conflict_message)
         # Imported here and below so that `import Capture` is fast; a capture loads its parts when it starts.
         from ranktape.capture.roles.known import known_layer_types
         from ranktape.capture.starting import start_writer
@@ -187,21 +187,21 @@ class Capture:
         check_layer_types(self.options, known=known_layer_types())
         self._find_place()
         self._make_parts()
-        words, self._rendezvous = start_writer(
+        agreement, self._rendezvous = start_writer(
             self._process,
             url=self._url,
             options=self.options,
             place=self._place,
             on_wait=self._console.warn_once,
         )
-        self._attempt = str(words["attempt"])
-        self._schedule = self._new_schedule(words)
+        self._attempt = str(agreement["attempt"])
+        self._schedule = self._new_schedule(agreement)
         if self.options.stop_when_stored:
             is_first = self._place.rank == self._place.first_rank
-            self._gate = StopGate(self._rendezvous, is_first=is_first, on_failure=self._console.warn_once)
-        count = self.options.target_iterations - len(words["completed"])
-        past = self.options.cadence.past(count=count, without=words["completed"])
-        self._console.tell_of_past(self.options, past=past, planned=words["iterations"])
+            self._stop_gate = StopGate(self._rendezvous, is_first=is_first, on_failure=self._console.warn_once)
+        count = self.options.target_iterations - len(agreement["completed"])
+        past = self.options.cadence.past(count=count, without=agreement["completed"])
+        self._console.tell_of_past(self.options, past=past, planned=agreement["iterations"])
         self._follow()
         Capture.current = self
         try:
@@ -262,7 +262,7 @@ class Capture:
         In other captures, and in a forked child, this does nothing. The training does not wait.
         """
         if not self.is_forked:
-            self._tell_of_trigger("user", why)
+            self._trigger("user", why)
 
     def close(self, *, reason: str | None = None, error: BaseException | None = None) -> RunVerdict:
         """Stop the capture, wait until all staged tensors are stored, and return the verdict.
@@ -283,8 +283,8 @@ class Capture:
         is_interrupted = self.is_recording and self._tracker.num_passes > 0
         self._detach()
         if reason is not None:
-            self._tell_of_trigger("exception", reason, error)
-        self._tell_untold()
+            self._trigger("exception", reason, error)
+        self._send_triggers()
         # After the trigger, because the device may hang.
         self._recorder.close(
             timeout_seconds=HANG_SECONDS if reason is not None else self.options.finish_timeout_seconds
@@ -299,19 +299,19 @@ class Capture:
         timeout_seconds = self.options.finish_timeout_seconds
         if reason is not None:
             timeout_seconds = min(timeout_seconds, ABORT_TIMEOUT_SECONDS)
-        words = self._process.finish(
-            reason=self._disabled or reason or self._ended or self._silence or ending,
+        reply = self._process.finish(
+            reason=self._disabled or reason or self._ended or self._why_silent or ending,
             ended=self._ended,
             has_failed=reason is not None,
             # The coordinator waits for the other ranks that long and then has to report.
             timeout_seconds=timeout_seconds + VERDICT_SECONDS,
             on_progress=self._show_end,
             # Closed by a signal handler in the middle of a tensor: its slot is filled only after that.
-            untold=[*self._process.ring.held_up(SlotKind.TRIGGER), *self._untold],
+            untold=[*self._process.ring.held_up(SlotKind.TRIGGER), *self._unsent_triggers],
         )
-        if words.get("state") not in {"closed", "late"}:
+        if reply.get("state") not in {"closed", "late"}:
             # The rank will not be closed. The store of the process group may no longer exist.
-            why = f"its writer process ended: {words.get('error') or self._process.ending()}"
+            why = f"its writer process ended: {reply.get('error') or self._process.ending()}"
             try:
                 self._rendezvous.give_up(why)
             except (RuntimeError, OSError) as refusal:
@@ -319,7 +319,7 @@ class Capture:
         self._console.end_drain()
         if self._peers is not None:
             self._peers.stop()
-        self._verdict = self._judge(words, waited_seconds=timeout_seconds)
+        self._verdict = self._judge(reply, waited_seconds=timeout_seconds)
         self._process.close()
         return self._verdict
 
@@ -398,7 +398,7 @@ class Capture:
         self._process = WriterProcess(host_budget_nbytes=budget)
         self._process.ring.set_counter(Counter.STEP, self._iteration)
         self._process.on_restart = self._console.warn_once
-        self._process.ring.on_long_wait = self._tell_of_wait
+        self._process.ring.on_long_wait = self._report_wait
         self._recorder = Recorder(
             ring=self._process.ring,
             tracker=self._tracker,
@@ -411,7 +411,7 @@ class Capture:
             self._recorder,
             is_given=self._model is not None,
             on_note=self._console.warn_once,
-            on_compiled=self._tell_of_compiled,
+            on_compiled=self._report_compiled,
             on_mistake=self._report_mistake,
         )
         if self._model is not None:
@@ -479,20 +479,20 @@ class Capture:
         with self._recorder.guarded():
             keep_process_groups()
         if self._disabled is None:
-            self._settle(iteration)
+            self._finish_until(iteration)
         else:
             self._hooks.detach()
             self._iteration = iteration
             self._learn()
-        self._stop_where_all_do()
+        self._stop_with_all_ranks()
         if self._disabled is None:
             self._begin_iteration()
         if not self.is_recording:
             self._hooks.remove_kept()
 
-    def _settle(self, iteration: int) -> None:
+    def _finish_until(self, iteration: int) -> None:
         """Finish the running iteration and go to another one, without starting it."""
-        self._tell_untold()
+        self._send_triggers()
         if self.is_watching:
             self._end_iteration()
         for passed in self._schedule.between(self._iteration, iteration):
@@ -512,20 +512,20 @@ class Capture:
         """Take over changes of the plan from the writer. Returns the new iterations that are already past."""
         ring = self._process.ring
         # The writer increments this counter when the plan changes. Reading it costs the training thread nothing.
-        if (news := ring.counter(Counter.NEWS)) == self._news or (words := ring.hear()) is None:
+        if (plan_number := ring.counter(Counter.NEWS)) == self._plan_number or (message := ring.hear()) is None:
             return []
-        self._news = news
+        self._plan_number = plan_number
         self._keeps_weights = False  # an iteration failed, perhaps the one with the stored weights
-        return self._schedule.update(words, iteration=self._iteration)
+        return self._schedule.update(message, iteration=self._iteration)
 
-    def _stop_where_all_do(self) -> None:
+    def _stop_with_all_ranks(self) -> None:
         """Stop the training if all ranks stop before the running iteration, as with `--stop-when-stored`.
 
         Raises:
             SystemExit: the training stops here, with exit code 0.
         """
-        gate = self._gate
-        if gate is None or not gate.stops_before(self._iteration, is_wanted=self._schedule.is_enough):
+        stop_gate = self._stop_gate
+        if stop_gate is None or not stop_gate.stops_before(self._iteration, is_wanted=self._schedule.is_enough):
             return
         self._ended = f"the training was ended before iteration {self._iteration} (--stop-when-stored)"
         self._console.say(f"everything is stored: {self._ended}")
@@ -533,8 +533,8 @@ class Capture:
 
     def _begin_iteration(self) -> None:
         is_wanted = self._disabled is None and self._schedule.wants(self._iteration)
-        selecting = self._selecting_of_asked() if is_wanted else None
-        is_wanted = is_wanted and self._has_room() and self._tell_of_beginning()
+        selecting = self._requested_selection() if is_wanted else None
+        is_wanted = is_wanted and self._has_room() and self._send_beginning()
         if self._disabled is not None:
             return
         # Until the size of an iteration is known, the others are counted, too, unless that would run them eagerly.
@@ -553,9 +553,9 @@ class Capture:
             if not self.is_watching:
                 self._hooks.detach()  # attaching failed, and disabled the capture
         if is_wanted or not self._is_surveyed:
-            self._tell_of_eager()
+            self._report_eager()
 
-    def _selecting_of_asked(self) -> Selecting | None:
+    def _requested_selection(self) -> Selecting | None:
         """The selection of an iteration that was requested during the training; None for other iterations."""
         settings = self._schedule.settings_of(self._iteration)
         if settings is None:
@@ -584,20 +584,20 @@ class Capture:
             return False
         if self._room.owed is not None:
             owed, self._room.owed = self._room.owed, None
-            self._tell(SlotKind.SKIP, owed)
+            self._send(SlotKind.SKIP, owed)
         return self._room.owed is None
 
-    def _tell_of_beginning(self) -> bool:
+    def _send_beginning(self) -> bool:
         """Tell the writer that the iteration starts. Returns whether the ring had room for the message."""
-        self._tell(SlotKind.BEGIN, {"iteration": self._iteration})
+        self._send(SlotKind.BEGIN, {"iteration": self._iteration})
         self._console.pass_on(self._process.ring.hear() or {})
         return self._room.owed is None
 
     def _end_iteration(self) -> None:
         tally = self._recorder.tally
         assert tally is not None, "only called while an iteration is watched"
-        self._tell_of_eager()
-        self._tell_of_merged(tally.iteration)
+        self._report_eager()
+        self._report_merged(tally.iteration)
         summary = self._recorder.end()
         summary |= {"compiled": self._hooks.compiled_summary(), "step_skipped": tally.step_skipped}
         coverage = None
@@ -606,14 +606,14 @@ class Capture:
         self._hooks.end_iteration(
             keeps_hooks=self._is_recorder and tally.is_staged and not self._clock.listens_to_forwards
         )
-        if self._disabled is not None or self._is_lost(tally):
+        if self._disabled is not None or self._skip_if_lost(tally):
             return
         if not self._is_surveyed:
             with self._recorder.guarded():
-                self._tell_of_unmatched()
+                self._report_unmatched()
         is_silent = not self._is_surveyed and tally.num_tensors == 0
         # Before the writer is told: an iteration in which no rank recorded anything must not count as complete.
-        mistake = self._silence_of_all() if is_silent else None
+        mistake = self._report_silence() if is_silent else None
         refusal = None if tally.num_tensors else self._recorder.expected.main_refusal()
         reason = refusal if mistake is None else str(mistake)
         # Without an optimizer, weights are stored once, because each token of a generation may be an iteration.
@@ -625,7 +625,7 @@ class Capture:
             if coverage is not None:
                 summary["silent_sites"] |= coverage.unseen
                 summary["coverage"] = coverage.text()
-            self._tell(SlotKind.END, {"iteration": tally.iteration, "num_tensors": tally.num_tensors, **summary})
+            self._send(SlotKind.END, {"iteration": tally.iteration, "num_tensors": tally.num_tensors, **summary})
         if mistake is not None:
             self._is_surveyed = True
             self._report_mistake(mistake)
@@ -653,47 +653,48 @@ class Capture:
             for note in self._hooks.unmatched_roles():
                 self._console.warn_once(note)
 
-    def _tell_of_eager(self) -> None:
+    def _report_eager(self) -> None:
         """Report that a compiled training runs eagerly, if its graphs are not recorded at all."""
         if has_compiled() and (why := why_eager(self.options)) is not None:
-            self._tell_of_compiled(why)
+            self._report_compiled(why)
 
-    def _tell_of_compiled(self, why: str | None) -> None:
+    def _report_compiled(self, why: str | None) -> None:
         """Report how compiled code is recorded: eagerly for a reason, or, if that is None, in its graphs."""
         self._console.tell_of_compiled(self._schedule.iterations, why_eager=why)
 
-    def _tell_of_merged(self, iteration: int) -> None:
+    def _report_merged(self, iteration: int) -> None:
         """Report once that an iteration has a multiple of the usual training passes, as if the script skips steps."""
         num_passes = self._tracker.num_train_passes
-        if self._is_merge_told or not num_passes or not self._clock.has_ended_by_step or not self._clock.is_single_step:
+        is_single_step = self._clock.has_ended_by_step and self._clock.is_single_step
+        if self._is_merge_reported or not num_passes or not is_single_step:
             return
         if self._usual_passes is None:
             self._usual_passes = iteration, num_passes
-        other, usual = self._usual_passes
+        first, usual = self._usual_passes
         if num_passes > usual and not num_passes % usual:
-            self._is_merge_told = True
+            self._is_merge_reported = True
             self._console.say(
-                f"iteration {iteration} has {num_passes} training passes, where iteration {other} had {usual}: no "
+                f"iteration {iteration} has {num_passes} training passes, where iteration {first} had {usual}: no "
                 f"optimizer stepped between them, as where a script skips its step; the iteration holds them all"
             )
 
-    def _tell_of_unmatched(self) -> None:
+    def _report_unmatched(self) -> None:
         """Warn of names in the selection that match nothing. Only the last of several ranks to notice warns."""
         notes = self._recorder.find_unmatched(self._hooks.paths)
         new = [note for note in notes if self._rendezvous.count(f"unmatched {note.partition(' matches ')[0]}")]
         self._console.warn_of_unmatched(new)
 
-    def _silence_of_all(self) -> CaptureError | None:
+    def _report_silence(self) -> CaptureError | None:
         """Warn that this rank has nothing to record, as may be so for a pipeline stage; an error if no rank has."""
-        self._silence = (
+        self._why_silent = (
             "nothing was recorded: save_tensor was not called in the first iteration"
             if self.options.manual
             else self._hooks.explain_silence()
         )
         # If tensors were refused for a reason, the settings are correct, and the training continues.
         if self._recorder.expected.main_refusal() is None and self._rendezvous.count("silent"):
-            return CaptureError(self._silence)
-        self._console.warn(self._silence, is_for_all_ranks=True)
+            return CaptureError(self._why_silent)
+        self._console.warn(self._why_silent, is_for_all_ranks=True)
         return None
 
     def _report_mistake(self, error: RanktapeError) -> None:
@@ -702,11 +703,11 @@ class Capture:
         Raises:
             RanktapeError: the program or the launcher requested the capture; the training stops.
         """
-        if not self.yields:
+        if not self.is_optional:
             raise error
         self._disable(str(error))
 
-    def _tell_of_wait(self) -> None:
+    def _report_wait(self) -> None:
         """Warn that the training is waiting for the writer."""
         self._console.pass_on(self._process.ring.hear() or {})
         limit = f"{self.options.block_timeout_seconds:g} s"
@@ -714,7 +715,7 @@ class Capture:
             f"the training waits for the writer, at most {limit} each time: the host budget is full"
         )
 
-    def _is_lost(self, tally: IterationTally) -> bool:
+    def _skip_if_lost(self, tally: IterationTally) -> bool:
         """Whether a flight recorder lost the iteration for lack of room. Reports it as skipped."""
         if tally.loss is not None:
             self._skip(tally.iteration, tally.loss)
@@ -722,14 +723,14 @@ class Capture:
         return tally.loss is not None
 
     def _skip(self, iteration: int, reason: str) -> None:
-        self._tell(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
+        self._send(SlotKind.SKIP, {"iteration": iteration, "reason": reason})
 
     @property
     def _is_recorder(self) -> bool:
         """Whether the capture is a flight recorder, which holds iterations until a trigger."""
         return self.options.record_last is not None
 
-    def _tell_of_trigger(self, kind: str, text: str, error: BaseException | None = None) -> None:
+    def _trigger(self, kind: str, text: str, error: BaseException | None = None) -> None:
         """Send a trigger to the writer, which stores the iterations that it holds. `kind` is the kind of trigger."""
         if not self._is_recorder or self._disabled is not None:
             return
@@ -739,25 +740,25 @@ class Capture:
         if error is not None and not isinstance(error, SystemExit):
             header["text"] = f"{type(error).__name__}: {error}"[:MAX_TEXT]
             header["traceback"] = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        self._untold.append(header)
-        self._tell_untold()
+        self._unsent_triggers.append(header)
+        self._send_triggers()
 
-    def _tell_untold(self) -> None:
+    def _send_triggers(self) -> None:
         """Send the triggers to the writer, or, if a signal handler interrupted a write to the ring, do it later."""
-        while self._untold:
+        while self._unsent_triggers:
             try:
-                header = self._untold.popleft()
+                header = self._unsent_triggers.popleft()
             except IndexError:
                 return  # a signal handler, or another thread, has just told it
             try:
                 self._process.ring.put(SlotKind.TRIGGER, header, timeout_seconds=_TRIGGER_SECONDS)
             except InterruptedSlotError:
-                self._untold.appendleft(header)
+                self._unsent_triggers.appendleft(header)
                 return
             except CaptureError as failure:
                 self._console.warn(f"what happened could not be told to the writer: {failure}", is_for_all_ranks=True)
 
-    def _tell(self, kind: SlotKind, header: dict[str, Any]) -> None:
+    def _send(self, kind: SlotKind, header: dict[str, Any]) -> None:
         try:
             self._process.ring.put(kind, header, timeout_seconds=self.options.block_timeout_seconds)
         except CaptureError as error:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class _OwnCapture(Capture):
     """The capture of a process that saves by hand, independent of other ranks. Records iterations with any tensor."""
 
-    yields = True
+    is_optional = True
 
     @property
     def is_running(self) -> bool:
@@ -216,22 +216,22 @@ class TensorSaver:
         return Capture.current
 
     def _begin(self) -> None:
-        given = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
-        found = resolve(given, iteration=self.current_iteration)
-        assert found is not None, "the directory is given"
-        own = _OwnCapture(self.save_dir, options=found[1])
+        settings = {"capture": self.save_dir, "manual": True, "first_iteration": self.current_iteration}
+        resolved = resolve(settings, iteration=self.current_iteration)
+        assert resolved is not None, "the directory is given"
+        capture = _OwnCapture(self.save_dir, options=resolved[1])
         try:
-            own.__enter__()
+            capture.__enter__()
         except UsageError:
             raise
         except RanktapeError as error:
-            if own.options.strict:
+            if capture.options.strict:
                 raise
             # This often runs inside a forward pass, which must not fail because the store cannot be reached.
             self.enabled = False
             Console(rank=0).warn(f"{error}; nothing is saved")
             return
-        self._own = own
+        self._own = capture
         atexit.register(self.close)
 
 

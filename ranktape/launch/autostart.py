@@ -178,7 +178,7 @@ class AutoStart:
         try:
             from ranktape.capture.session import Capture
 
-            if Capture.current is not None and not Capture.current.yields:
+            if Capture.current is not None and not Capture.current.is_optional:
                 return  # the script has started its own
             order = self._read_order()
             if order is None:
@@ -190,7 +190,7 @@ class AutoStart:
                 options = dataclasses.replace(options, start_at=first, first_iteration=first)
             capture = Capture(order.url, options=options)
             if not is_launched:
-                capture.yields, capture.wording = True, in_variables
+                capture.is_optional, capture.wording = True, in_variables
             capture.__enter__()
             if os.environ.get(LAUNCHED) != str(os.getpid()):
                 _close_at_exit(capture, given_url=order.given_url)

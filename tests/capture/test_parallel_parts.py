@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ranktape.capture import Capture
 from ranktape.capture.source import Source, TensorRole
-from ranktape.capture.tensors.parts import UnrecordableError, take_apart
+from ranktape.capture.tensors.parts import UnrecordableError, parts_of
 from ranktape.capture.tensors.placement import Axes, describe_even, scale_placement
 from ranktape.storage import open_run
 from ranktape.storage.format.record_info import Operation
@@ -75,7 +75,7 @@ def mx(*, codes: str = "qdata", scales: str = "scale") -> Quantised:
 )
 def test_a_quantised_operand_is_its_codes_and_its_scales(codes: str, scales: str, suffixes: list[str]) -> None:
     tensor = mx(codes=codes, scales=scales)
-    parts = take_apart(tensor)
+    parts = parts_of(tensor)
     assert [part.suffix for part in parts] == suffixes
     assert parts[0].tensor is tensor.held[codes]
     assert [part.tensor.dtype for part in parts] == [torch.float8_e4m3fn, torch.uint8]
@@ -96,25 +96,25 @@ def test_codes_and_scales_are_stored_under_the_name_of_their_operand(tmp_path: P
 
 def test_two_4_bit_floats_in_a_byte_are_stored_as_the_byte() -> None:
     packed = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    [part] = take_apart(packed)
+    [part] = parts_of(packed)
     assert part.tensor.tolist() == list(range(8))
 
 
 def test_a_quantised_operand_in_a_quantised_operand_is_taken_apart_to_the_end() -> None:
     nested = Quantised((2, 32), tensor_impl=mx())
-    assert [part.suffix for part in take_apart(nested)] == ["_codes", "_scales"]
+    assert [part.suffix for part in parts_of(nested)] == ["_codes", "_scales"]
     beside = Quantised((2, 32), tensor_impl=mx(), other=torch.ones(2))
-    assert [part.suffix for part in take_apart(beside)] == ["_tensor_impl_codes", "_tensor_impl_scales", "_other"]
+    assert [part.suffix for part in parts_of(beside)] == ["_tensor_impl_codes", "_tensor_impl_scales", "_other"]
 
 
 def test_a_wrapper_around_one_tensor_of_its_shape_and_dtype_is_that_tensor() -> None:
     wide = torch.randn(2, 32).bfloat16()
     for attribute in ("_data", "anything"):
-        [part] = take_apart(Quantised((2, 32), **{attribute: wide}))
+        [part] = parts_of(Quantised((2, 32), **{attribute: wide}))
         assert (part.suffix, part.tensor is wide) == ("", True)
     # Of another dtype, or with scales beside it, it holds codes.
-    assert [part.suffix for part in take_apart(Quantised((2, 32), _data=wide.float()))] == ["_codes"]
-    assert [part.suffix for part in take_apart(Quantised((2, 32), qdata=wide, scale=wide[:, :1]))] == [
+    assert [part.suffix for part in parts_of(Quantised((2, 32), _data=wide.float()))] == ["_codes"]
+    assert [part.suffix for part in parts_of(Quantised((2, 32), qdata=wide, scale=wide[:, :1]))] == [
         "_codes",
         "_scales",
     ]
@@ -124,13 +124,13 @@ def test_a_wrapper_around_one_tensor_of_its_shape_and_dtype_is_that_tensor() -> 
 def test_the_weights_of_torchaos_training_are_wide(name: str) -> None:
     wrappers = pytest.importorskip("torchao.prototype.moe_training.tensor", reason="torchao is not installed")
     wide = torch.randn(2, 32).bfloat16()
-    [part] = take_apart(getattr(wrappers, name)(wide, None))
+    [part] = parts_of(getattr(wrappers, name)(wide, None))
     assert (part.suffix, torch.equal(part.tensor, wide)) == ("", True)
 
 
 def test_a_tensor_with_a_class_of_its_own_is_recorded_as_it_is() -> None:
     tensor = torch.arange(3.0).as_subclass(Tagged)
-    [part] = take_apart(tensor)
+    [part] = parts_of(tensor)
     assert type(part.tensor) is torch.Tensor
     assert part.tensor.tolist() == [0, 1, 2]
     assert part.tensor.data_ptr() == tensor.data_ptr()
@@ -138,7 +138,7 @@ def test_a_tensor_with_a_class_of_its_own_is_recorded_as_it_is() -> None:
 
 def test_eight_bit_parameters_are_plain() -> None:
     weight = nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
-    [part] = take_apart(weight)
+    [part] = parts_of(weight)
     assert part.tensor is weight
 
 
@@ -155,12 +155,12 @@ def test_what_has_no_values_is_refused_with_the_reason() -> None:
         (torch.ones(2, dtype=torch.uint8).view(torch.bits8), "dtype bits8 cannot be stored"),
     ):
         with pytest.raises(UnrecordableError, match=reason):
-            take_apart(tensor)
+            parts_of(tensor)
 
 
 def test_what_a_function_transform_wraps_is_unwrapped_and_a_batched_tensor_refused() -> None:
     def unwrapped(value: torch.Tensor) -> torch.Tensor:
-        [part] = take_apart(value)
+        [part] = parts_of(value)
         assert part.tensor.tolist() == [1, 1]
         return value.sum()
 
@@ -168,7 +168,7 @@ def test_what_a_function_transform_wraps_is_unwrapped_and_a_batched_tensor_refus
 
     def batched(value: torch.Tensor) -> torch.Tensor:
         with pytest.raises(UnrecordableError, match="vmap"):
-            take_apart(value)
+            parts_of(value)
         return value
 
     torch.func.vmap(batched)(torch.ones(2, 2))
@@ -187,7 +187,7 @@ def one_rank() -> Iterator[Any]:
 )
 def test_a_dtensor_is_its_shard_and_its_placement(one_rank: Any, placement: Any, word: str) -> None:
     local = torch.ones(2, 3, requires_grad=True)
-    [part] = take_apart(DTensor.from_local(local, one_rank, [placement]))
+    [part] = parts_of(DTensor.from_local(local, one_rank, [placement]))
     assert type(part.tensor) is torch.Tensor
     assert part.tensor.tolist() == local.tolist()
     assert json.loads(part.placement or "") == {
@@ -203,18 +203,18 @@ def test_a_dtensor_is_its_shard_and_its_placement(one_rank: Any, placement: Any,
 def test_the_result_of_a_collective_is_waited_for_once(one_rank: Any) -> None:
     result = funcol.all_reduce(torch.arange(3.0), "sum", one_rank)
     assert not result.completed
-    [part] = take_apart(result)
+    [part] = parts_of(result)
     assert type(part.tensor) is torch.Tensor
     assert part.tensor.tolist() == [0, 1, 2]
     assert result.completed
-    [shard] = take_apart(DTensor.from_local(result, one_rank, [Shard(0)], run_check=False))
+    [shard] = parts_of(DTensor.from_local(result, one_rank, [Shard(0)], run_check=False))
     assert shard.tensor.tolist() == [0, 1, 2]
 
 
 def test_the_codes_and_scales_of_a_shard_have_places_of_their_own(one_rank: Any) -> None:
     shard = DTensor.from_local(torch.ones(2, 32), one_rank, [Shard(0)])
     shard._local_tensor = mx()
-    codes, scales = take_apart(shard)
+    codes, scales = parts_of(shard)
     assert json.loads(codes.placement or "")["global_shape"] == [2, 32]
     assert json.loads(scales.placement or "")["global_shape"] == [2, 1]
 
@@ -234,7 +234,7 @@ def test_the_tensors_of_torchao_are_codes_and_scales() -> None:
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed")
     values = torch.linspace(-3, 3, 128).view(2, 64)
     tensor = mx_tensor.MXTensor.to_mx(values, torch.float8_e4m3fn, 32)
-    codes, scales = take_apart(tensor)
+    codes, scales = parts_of(tensor)
     assert (codes.suffix, codes.tensor.dtype, scales.suffix) == ("_codes", torch.float8_e4m3fn, "_scales")
     powers = scales.tensor.view(torch.uint8).float().sub(127).exp2().view(2, 2, 1)
     again = (codes.tensor.float().view(2, 2, 32) * powers).view(2, 64)

@@ -11,13 +11,13 @@ import torch
 
 from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
-from ranktape.capture.tensors.taking import StatisticsTaker
+from ranktape.capture.tensors.taking import HostStatistics
 from ranktape.capture.writing.counting import taken_from
 from ranktape.storage.format.dtypes import numpy_dtype
 from ranktape.storage.format.record_info import Overflow
 from ranktape.storage.format.statistics import Statistics
 
-TAKER = StatisticsTaker()
+TAKER = HostStatistics()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.float8_e4m3fn)
 
 
@@ -109,13 +109,13 @@ def views() -> list[tuple[torch.Tensor, int | None]]:
 
 
 def test_what_begins_at_the_same_place_is_the_same_only_where_all_elements_are() -> None:
-    taker = StatisticsTaker()
+    taker = HostStatistics()
     for view, dim in views():
-        assert taker.take(view, sample_dim=dim) == StatisticsTaker().take(view, sample_dim=dim), (view.stride(), dim)
+        assert taker.take(view, sample_dim=dim) == HostStatistics().take(view, sample_dim=dim), (view.stride(), dim)
 
 
 def test_all_views_of_the_same_elements_are_looked_at_once() -> None:
-    taker = StatisticsTaker()
+    taker = HostStatistics()
     whole = torch.randn(4, 6, 8, 10)
     first = taker.take(whole, sample_dim=0)
     for view in (whole.detach(), whole.view(4, 48, 10), whole.transpose(1, 2), whole[None].squeeze(0)):

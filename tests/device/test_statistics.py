@@ -13,7 +13,7 @@ from ranktape.analyze.numerics.histograms.histogram import measure
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture import Capture, save_tensor
 from ranktape.capture.staging.ring_file import Slot, SlotKind
-from ranktape.capture.tensors.taking import take_on_device
+from ranktape.capture.tensors.taking import statistics_on_device
 from ranktape.capture.writing.counting import device_nbytes, staged_record
 from ranktape.storage import open_run
 from ranktape.storage.format.dtypes import numpy_dtype
@@ -65,7 +65,7 @@ def test_they_are_those_of_the_values(
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3 + 1).to(dtype)
     values = torch.tensor(SPECIAL[special][: tensor.numel()], dtype=dtype)
     tensor.view(-1)[: len(values)] = values
-    taken = take_on_device(tensor.to(device), sample_dim=sample_dim).cpu()
+    taken = statistics_on_device(tensor.to(device), sample_dim=sample_dim).cpu()
     assert taken.numel() == device_nbytes(1 if sample_dim is None else shape[sample_dim])
     payload = memoryview(bytearray(taken.numpy().tobytes()))
     slot = Slot(kind=SlotKind.TENSOR, header=header_of(tensor, sample_dim), payload=payload, end=0)
@@ -81,7 +81,7 @@ def test_they_are_those_of_the_values(
 
 def test_a_large_mean_takes_nothing_from_small_differences(device: torch.device) -> None:
     weight = 1 + 1e-3 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    counts_and_values = take_on_device(weight.to(device), sample_dim=None).cpu()
+    counts_and_values = statistics_on_device(weight.to(device), sample_dim=None).cpu()
     variance = counts_and_values[-24:].view(torch.float32)[3]
     assert variance.item() == pytest.approx(weight.double().var(correction=0).item(), rel=1e-3)
 

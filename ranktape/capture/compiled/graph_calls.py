@@ -273,7 +273,7 @@ class GraphCalls:
         return self._owners.get(id(weight), [])
 
     def _frame(self, path: str, known_paths: Sequence[tuple[str, str]]) -> Frame | None:
-        """The module for a path in the graph. `known_paths` has the paths in the graph and in the model of other modules."""
+        """The module for a path in the graph. `known_paths`: the paths of other modules in the graph and the model."""
         best, model_path = -1, None
         for graph_path, known_path in known_paths:
             graph_parts = graph_path.split(".")

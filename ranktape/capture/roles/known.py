@@ -38,7 +38,7 @@ def _attention(
         functions=functions,
         layer_type="attention",
         component="FA",
-        operands=operands or _places(*_QKV),
+        operands=operands or _query_key_value(*_QKV),
         layouts={**dict.fromkeys(_QKV, layout), "output": output_layout or layout},
         **more,
     )
@@ -51,7 +51,7 @@ def _attention_module(
         classes=(name,),
         layer_type="attention",
         component="FA",
-        operands=_places(*keywords),
+        operands=_query_key_value(*keywords),
         layouts={**dict.fromkeys(_QKV, layout), "output": output_layout},
     )
 
@@ -82,7 +82,7 @@ def _named(**keywords: str) -> dict[str, CallOption]:
     return {word: CallOption(position=None, keyword=keyword) for word, keyword in keywords.items()}
 
 
-def _places(query: str, key: str, value: str, *, first: int = 0) -> dict[str, Place]:
+def _query_key_value(query: str, key: str, value: str, *, first: int = 0) -> dict[str, Place]:
     return {"query": (first, query), "key": (first + 1, key), "value": (first + 2, value)}
 
 
@@ -216,7 +216,7 @@ PRODUCTS = frozenset(role.component for role in _PYTORCH_FUNCTIONS if role.owner
 
 HUGGING_FACE_ATTENTION = _attention(
     "transformers.modeling_utils.AttentionInterface.get_interface",
-    operands=_places(*_QKV, first=1),
+    operands=_query_key_value(*_QKV, first=1),
     output_layout="BTHD",
     output=0,
     gives_function=True,
@@ -254,7 +254,7 @@ def _flash_roles(ragged: str, *, layout: str) -> Iterator[FunctionRole]:
     """The roles of functions for padded batches, or for ragged ones, which lack a sample dimension."""
     dim = len(layout) - 2
     forms: dict[str, dict[str, Place]] = {
-        "": _places("q", "k", "v"),
+        "": _query_key_value("q", "k", "v"),
         "qkvpacked_": _packed(0, "qkv", *_QKV, dim=dim),
         "kvpacked_": {"query": (0, "q"), **_packed(1, "kv", "key", "value", dim=dim)},
     }
@@ -402,7 +402,7 @@ FUNCTION_ROLES: tuple[FunctionRole, ...] = (
 """The built-in roles of functions."""
 
 _registered: list[ModuleRole | FunctionRole] = []
-_found: dict[type, ModuleRole | None] = {}
+_roles_of_classes: dict[type, ModuleRole | None] = {}
 
 
 def register_role(role: ModuleRole | FunctionRole) -> None:
@@ -419,14 +419,14 @@ def register_role(role: ModuleRole | FunctionRole) -> None:
         operand_of(place)
     if role not in _registered:
         _registered.insert(0, role)
-        _found.clear()
+        _roles_of_classes.clear()
 
 
 def unregister_role(role: ModuleRole | FunctionRole) -> None:
     """Do not record the tensors of a role from the next captured iteration on."""
     if role in _registered:
         _registered.remove(role)
-        _found.clear()
+        _roles_of_classes.clear()
 
 
 def registered_roles() -> tuple[ModuleRole | FunctionRole, ...]:
@@ -441,11 +441,11 @@ def function_roles() -> tuple[FunctionRole, ...]:
 
 def role_of(kind: type) -> ModuleRole | None:
     """The role of modules of a class: that of the first of its bases with a role; None if there is none."""
-    if kind not in _found:
+    if kind not in _roles_of_classes:
         roles = (*(role for role in _registered if isinstance(role, ModuleRole)), *MODULE_ROLES)
         hits = (role for base in kind.__mro__ for role in roles if _matches(base, role))
-        _found[kind] = next(hits, None)
-    return _found[kind]
+        _roles_of_classes[kind] = next(hits, None)
+    return _roles_of_classes[kind]
 
 
 def class_of(kind: type, role: ModuleRole) -> type:

@@ -89,7 +89,7 @@ def _reduce_samples(  # type: ignore[no-untyped-def]
 
 
 def fused_statistics(tensor: torch.Tensor, *, sample_dim: int | None, normal: int) -> torch.Tensor:
-    """The result of `take_on_device` for a contiguous, nonempty tensor.
+    """The result of `statistics_on_device` for a contiguous, nonempty tensor.
 
     `normal` is the float32 bit pattern of the smallest normal number of the dtype.
     """

@@ -43,7 +43,7 @@ SKIPPED = "the gradient scaler skipped the optimizer's step: a gradient was not 
 Weights = Iterable[tuple["Source", nn.Module, str, str]]
 """The source, the module, the attribute and the name in records of each weight or bias."""
 
-_Place = tuple[nn.Module, str]
+_ParameterName = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
 
 _STATES = ("master_param", "master_weight", "master")
@@ -60,15 +60,15 @@ class MasterWeights:
         self._placements = placements
         self._weights = weights
         self._owner = os.getpid()
-        self._seen_iteration: int | None = None
+        self._recorded_iteration: int | None = None
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def note_skip(self) -> None:
         """Note that the records are missing from the iteration because a gradient scaler skipped the step."""
-        if self._due() is None:
+        if self._iteration_to_record() is None:
             return
         with self._recorder.guarded():
-            for source, roles, _, _ in self._held():
+            for source, roles, _, _ in self._parameters():
                 for role in roles:
                     self._recorder.refuse(source, role, SKIPPED)
 
@@ -79,23 +79,23 @@ class MasterWeights:
     @untraced
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Mapping[str, Any]) -> None:
         # A step without a pass initialises the optimizer.
-        iteration = self._due() if self._tracker.num_passes else None
+        iteration = self._iteration_to_record() if self._tracker.num_passes else None
         if iteration is None:
             return
-        self._seen_iteration = iteration
+        self._recorded_iteration = iteration
         with self._recorder.guarded():
-            for source, roles, parameter, place in self._held():
+            for source, roles, parameter, parameter_name in self._parameters():
                 with self._recorder.guarded(source, roles[0]):
-                    self._record(source, roles, parameter, place, optimizer)
+                    self._record(source, roles, parameter, parameter_name, optimizer)
 
-    def _due(self) -> int | None:
+    def _iteration_to_record(self) -> int | None:
         """The captured iteration, if its weights have not been recorded yet."""
         tally = self._recorder.tally
-        if tally is None or os.getpid() != self._owner or self._seen_iteration == tally.iteration:
+        if tally is None or os.getpid() != self._owner or self._recorded_iteration == tally.iteration:
             return None
         return tally.iteration
 
-    def _held(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _Place]]:
+    def _parameters(self) -> Iterator[tuple[Source, tuple[TensorRole, TensorRole], nn.Parameter, _ParameterName]]:
         """The existing weights and biases, each with its source, its roles, its module and its attribute."""
         for source, module, attribute, name in self._weights():
             parameter = parameters_of(module).get(attribute)
@@ -107,7 +107,7 @@ class MasterWeights:
         source: Source,
         roles: tuple[TensorRole, TensorRole],
         parameter: nn.Parameter,
-        place: _Place,
+        parameter_name: _ParameterName,
         optimizer: Optimizer,
     ) -> None:
         if getattr(parameter, "main_param_sharded", False):
@@ -117,14 +117,16 @@ class MasterWeights:
             return
         master = find_master(parameter, optimizer)
         gradient = find_gradient(parameter, master)
-        self._take(source, roles[0], place, master)
+        self._record_tensor(source, roles[0], parameter_name, master)
         if gradient is not None:
-            self._take(source, roles[1], place, unscaled(gradient, optimizer))
+            self._record_tensor(source, roles[1], parameter_name, unscaled(gradient, optimizer))
 
-    def _take(self, source: Source, role: TensorRole, place: _Place, tensor: torch.Tensor) -> None:
+    def _record_tensor(
+        self, source: Source, role: TensorRole, parameter_name: _ParameterName, tensor: torch.Tensor
+    ) -> None:
         free = self._tracker.free_call(index=0, dtype=tensor.dtype, device_type=tensor.device.type)
         call = dataclasses.replace(free, microbatch=0)
-        module, attribute = place
+        module, attribute = parameter_name
         placement = None  # a DTensor has its own placement
         if is_megatron(module):
             placement = megatron_placement(module, role.tensor_name, tensor)
@@ -148,11 +150,11 @@ def unscaled(gradient: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
     if not isinstance(scale, torch.Tensor):
         return gradient
     # In float32, as in the kernel, because float16 cannot represent every scale.
-    wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
-    return (wide / scale.to(gradient.device, non_blocking=True)).to(gradient.dtype)
+    gradient_float32 = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+    return (gradient_float32 / scale.to(gradient.device, non_blocking=True)).to(gradient.dtype)
 
 
 def find_gradient(parameter: nn.Parameter, master: torch.Tensor) -> torch.Tensor | None:
     """The gradient that the optimizer receives; None if the parameter has none."""
-    found = (master.grad, parameter.grad, getattr(parameter, "main_grad", None))
-    return next((gradient for gradient in found if isinstance(gradient, torch.Tensor)), None)
+    candidates = (master.grad, parameter.grad, getattr(parameter, "main_grad", None))
+    return next((gradient for gradient in candidates if isinstance(gradient, torch.Tensor)), None)

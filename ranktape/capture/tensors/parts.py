@@ -76,7 +76,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and not is_transformed_tensor(tensor)
 
 
-def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[PlainPart]:
+def parts_of(tensor: torch.Tensor, *, placement: str | None = None) -> list[PlainPart]:
     """The parts of a tensor that are recorded.
 
     `placement`, if given, replaces that of the tensor.
@@ -86,10 +86,10 @@ def take_apart(tensor: torch.Tensor, *, placement: str | None = None) -> list[Pl
     """
     if type(tensor) in PLAIN and not is_transformed_tensor(tensor):
         return [_plain(tensor, suffix="", placement=placement)]
-    return list(_apart(tensor, suffix="", placement=placement))
+    return list(_parts(tensor, suffix="", placement=placement))
 
 
-def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Iterator[PlainPart]:
+def _parts(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Iterator[PlainPart]:
     if tensor.is_nested:
         raise UnrecordableError(
             "it is a nested tensor: its samples have different shapes, and only dense ones are stored"
@@ -99,17 +99,19 @@ def _apart(tensor: torch.Tensor, *, suffix: str, placement: str | None) -> Itera
     elif hasattr(tensor, "trigger_wait"):
         # An AsyncCollectiveTensor. The next operation waits in the same way and gets the same tensor. On a device, the
         # stream waits instead of the training thread.
-        yield from _apart(tensor.trigger_wait(), suffix=suffix, placement=placement)
+        yield from _parts(tensor.trigger_wait(), suffix=suffix, placement=placement)
     elif is_transformed_tensor(tensor):
-        yield from _apart(_unwrapped(tensor), suffix=suffix, placement=placement)
+        yield from _parts(_unwrapped(tensor), suffix=suffix, placement=placement)
     elif inner := _inner(tensor):
-        is_wide = _is_wide(tensor, list(inner.values()))
+        is_wrapper = _is_wrapper(tensor, list(inner.values()))
         for attribute, part in inner.items():
-            name = "" if is_wide else SUFFIXES.get(attribute, f"_{attribute.strip('_')}")
-            where = None if placement is None else scale_placement(placement, tuple(tensor.shape), tuple(part.shape))
-            if placement is not None and where is None:
+            name = "" if is_wrapper else SUFFIXES.get(attribute, f"_{attribute.strip('_')}")
+            part_placement = (
+                None if placement is None else scale_placement(placement, tuple(tensor.shape), tuple(part.shape))
+            )
+            if placement is not None and part_placement is None:
                 raise UnrecordableError(f"its {attribute} of shape {tuple(part.shape)} has no known place in the whole")
-            yield from _apart(part, suffix=suffix + name, placement=where)
+            yield from _parts(part, suffix=suffix + name, placement=part_placement)
     elif not _has_dispatch(tensor):
         yield _plain(tensor, suffix=suffix, placement=placement)
     else:
@@ -126,7 +128,7 @@ def _shard(tensor: Any, *, suffix: str, placement: str | None) -> Iterator[Plain
         raise UnrecordableError(
             f"its shard has the shape {tuple(local.shape)}, and by its placement it should have {shard.shape}"
         )
-    yield from _apart(local, suffix=suffix, placement=placement or shard.text)
+    yield from _parts(local, suffix=suffix, placement=placement or shard.text)
 
 
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -135,11 +137,11 @@ def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         raise UnrecordableError(f"it is a {type(tensor).__name__}: the model is being traced, and there are no values")
     flatten = getattr(tensor, "__tensor_flatten__", None)
     attributes = SUFFIXES if flatten is None and _has_dispatch(tensor) else flatten()[0] if flatten else ()
-    found = {attribute: getattr(tensor, attribute, None) for attribute in attributes}
-    return {attribute: part for attribute, part in found.items() if isinstance(part, torch.Tensor)}
+    inner = {attribute: getattr(tensor, attribute, None) for attribute in attributes}
+    return {attribute: part for attribute, part in inner.items() if isinstance(part, torch.Tensor)}
 
 
-def _is_wide(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
+def _is_wrapper(tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> bool:
     """Whether a wrapper only contains another tensor, as that of a weight which is quantised in the product."""
     return len(inner) == 1 and inner[0].shape == tensor.shape and inner[0].dtype == tensor.dtype
 
@@ -185,13 +187,13 @@ def tensor_in(output: Any, element: int | str | None) -> torch.Tensor | None:
     if isinstance(output, torch.Tensor):
         return output
     if element is None:
-        found = (tensor_in(one, None) for one in _elements(output))
-        return next((tensor for tensor in found if tensor is not None), None)
+        tensors = (tensor_in(value, None) for value in _elements(output))
+        return next((tensor for tensor in tensors if tensor is not None), None)
     try:
-        one = getattr(output, element) if isinstance(element, str) and hasattr(output, element) else output[element]
+        value = getattr(output, element) if isinstance(element, str) and hasattr(output, element) else output[element]
     except (LookupError, TypeError):
         return None
-    return one if isinstance(one, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _elements(output: Any) -> Sequence[Any]:
@@ -200,7 +202,7 @@ def _elements(output: Any) -> Sequence[Any]:
     if isinstance(output, tuple | list):
         return output
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [getattr(output, one.name) for one in dataclasses.fields(output)]
+        return [getattr(output, item.name) for item in dataclasses.fields(output)]
     return ()
 
 

@@ -43,11 +43,11 @@ _NORMALS = {
 
 
 def is_summable(tensor: torch.Tensor) -> bool:
-    """Whether `take_on_device` supports a tensor: float32 can represent its values."""
+    """Whether `statistics_on_device` supports a tensor: float32 can represent its values."""
     return tensor.dtype in _NORMALS and tensor.numel() > 0
 
 
-def take_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Tensor:
+def statistics_on_device(tensor: torch.Tensor, *, sample_dim: int | None) -> torch.Tensor:
     """The statistics of a tensor, computed on its device without waiting: 64 bytes, and 40 for each further sample.
 
     Five int64 for each sample are the counts of NaN, inf, -inf, zeros, and magnitudes below the smallest normal number
@@ -99,7 +99,7 @@ def _fused_statistics() -> Callable[..., torch.Tensor] | None:
     return fused_statistics
 
 
-class StatisticsTaker:
+class HostStatistics:
     """Computes statistics, and caches those of tensors in an iteration's forward passes while they are alive."""
 
     def __init__(self) -> None:
