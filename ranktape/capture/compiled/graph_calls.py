@@ -164,46 +164,36 @@ class GraphCalls:
                     self._recorder.await_grad(source, port.grad, counted_call)
         return running_call
 
-    def _record(self, taken: Mapping[GraphCall, _RunningCall], number: int, value: torch.Tensor) -> None:
+    def _record(self, running_calls: Mapping[GraphCall, _RunningCall], number: int, value: torch.Tensor) -> None:
         """Record the tensor from a tap."""
         site = SITES[number - is_of_gradient(number)]
-        one = taken.get(site.call)
-        if one is None:
+        running_call = running_calls.get(site.call)
+        if running_call is None:
             return
-        recorder, source = self._recorder, one.source_recorder.source
-        for own in site.ports:
-            port = one.ports.get(own.name, own)
+        call, source_recorder = running_call.call, running_call.source_recorder
+        for graph_port in site.ports:
+            port = running_call.ports.get(graph_port.name, graph_port)
             if is_of_gradient(number):
-                place = site.grad_placement or self._placement(one, port.grad.tensor_name, value)
+                placement = site.grad_placement
+                if placement is None and source_recorder.placement is not None:
+                    placement = source_recorder.placement(port.grad.tensor_name, value)
                 part = None if port.part is None else port.part_of
-                recorder.take_grad(source, port.grad, value, call=one.call, part=part, placement=place)
-            elif not one.is_repeated:
-                place = site.placement or self._placement(one, port.name, value)
+                self._recorder.take_grad(
+                    source_recorder.source, port.grad, value, call=call, part=part, placement=placement
+                )
+            elif not running_call.is_repeated:
                 tags = NO_TAGS
-                if port is one.source_recorder.ports.output:
+                if port is source_recorder.ports.output:
                     tags = NO_TAGS if site.call.has_bias else tags_of(WITHOUT_BIAS)
-                elif own is site.call.ports.arguments[0].ports[0]:
-                    tags = one.tags
-                taken_value = port.part_of(value)
-                self._hold(one, site.call, taken_value)
-                if port.value.has_samples or port.is_optional:
-                    recorder.record(source, port.value, taken_value, call=one.call, placement=place, tags=tags)
-                else:
-                    self._context.weights.record(
-                        source, port.value, taken_value, call=one.call, placement=place, tags=tags
-                    )
+                elif graph_port is site.call.ports.arguments[0].ports[0]:
+                    tags = running_call.tags
+                tensor = port.part_of(value)
+                self._hold(running_call, site.call, tensor)
+                source_recorder.record(port, tensor, call, tags=tags, placement=site.placement)
 
     def _hold(self, running_call: _RunningCall, call: GraphCall, tensor: torch.Tensor | None) -> None:
         if self._layers is not None and call.role is None and not running_call.is_repeated:
             self._layers.hold(tensor)
-
-    @staticmethod
-    def _placement(running_call: _RunningCall, name: str, value: torch.Tensor) -> str | None:
-        return (
-            None
-            if running_call.source_recorder.placement is None
-            else running_call.source_recorder.placement(name, value)
-        )
 
     def _source(self, call: GraphCall, owner: Owner | None, frame: Frame | None) -> tuple[Source | None, Ports]:
         """The source of a call, or None if it is not recorded, and its ports."""

@@ -166,7 +166,8 @@ def add_taps_at_end(graph: fx.Graph, taps: Sequence[Tap], origins: Origins) -> N
         value = _find(graph, tap.value, origins)
         ticket = next(node for node in graph.nodes if node.name == tap.ticket)
         uses = [use for use in _uses_of_memory(value) if isinstance(use.target, torch._ops.OperatorBase)]  # noqa: SLF001
-        changes = [use for use in uses if _is_mutable(use) and use > value]
+        overloads = [(use, use.target) for use in uses if isinstance(use.target, torch._ops.OpOverload)]  # noqa: SLF001
+        changes = [use for use, target in overloads if target._schema.is_mutable and use > value]  # noqa: SLF001
         with graph.inserting_before(min([*changes, graph.output_node()])):
             is_used = not value.users or any(map(_may_change_in_place, uses))
             graph.call_function(_tap_at_end, (value if is_used else value.name, ticket, tap.site)).meta["val"] = None
@@ -189,10 +190,6 @@ def _uses_of_memory(node: fx.Node) -> set[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _views() or getattr(node.target, "is_view", False))
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable  # noqa: SLF001
 
 
 def _may_change_in_place(node: fx.Node) -> bool:
@@ -268,15 +265,11 @@ def _find(graph: fx.Graph, name: str, origins: Origins) -> Any:
 
     args = fx.node.map_aggregate(origin.args, resolve)
     kwargs = fx.node.map_aggregate(origin.kwargs, resolve)
-    operands = _nodes_in((args, kwargs))
+    operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
     with graph.inserting_after(_last_of(graph, *operands)):
         created = graph.call_function(origin.target, args, kwargs)
     created.meta["val"] = origin.value
     return created
-
-
-def _nodes_in(arguments: Any) -> list[fx.Node]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
 
 
 def _last_of(graph: fx.Graph, *nodes: fx.Node) -> Any:

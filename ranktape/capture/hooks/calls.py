@@ -110,11 +110,6 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return storage_id(tensor), version_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _reference(tensor: torch.Tensor) -> Any:
-    """A weak reference to the storage, whose identity it keeps from reuse, or to a tensor that is not plain."""
-    return StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) else weakref.ref(tensor)
-
-
 @dataclass(slots=True)
 class _RecordedWeight:
     """The last recorded weight of a source."""
@@ -176,7 +171,11 @@ class Weights:
         is_known = self._recorder.record(source, role, tensor, call=call, placement=placement, tags=tags)
         is_stored = is_known and type(tensor) in PLAIN and not tensor.is_inference()
         is_reused = last is not None and last.identity[0] == identity[0] > 0
-        reference = last.reference if last is not None and is_reused else _reference(tensor)
+        if last is not None and is_reused:
+            reference = last.reference
+        else:
+            # A reference to the storage keeps its identity from reuse.
+            reference = StorageWeakRef(tensor.untyped_storage()) if is_plain(tensor) else weakref.ref(tensor)
         self._last[key] = _RecordedWeight(identity, reference, is_stored)
 
 

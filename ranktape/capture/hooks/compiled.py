@@ -93,12 +93,8 @@ class EagerMode:
         self._stack.push(torch.compiler.set_stance("force_eager"))
 
 
-def is_proven() -> bool:
-    """Whether tests have shown for this version of torch that recording graphs does not change bits in float32."""
-    return torch.__version__.startswith(_PROVEN)
-
-
-_PROVEN = ("2.13.",)
+_TESTED_VERSIONS = ("2.13.",)
+"""The versions of torch for which tests have shown that recording graphs does not change bits in float32."""
 
 
 def why_eager(options: CaptureOptions) -> str | None:
@@ -107,7 +103,8 @@ def why_eager(options: CaptureOptions) -> str | None:
         return "--compiled eager"
     if find_spec("ranktape.capture.compiled") is None:
         return "this build does not record graphs"
-    return None if is_proven() else f"graphs of torch {torch.__version__} are not known"
+    is_tested = torch.__version__.startswith(_TESTED_VERSIONS)
+    return None if is_tested else f"graphs of torch {torch.__version__} are not known"
 
 
 _SHOWN_IN_GRAPHS = frozenset({torch.nn.Linear.forward, torch.nn.Embedding.forward})

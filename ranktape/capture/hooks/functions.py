@@ -99,12 +99,8 @@ def _copy(function: FunctionType) -> FunctionType:
 
 _FUNCTIONAL = "torch.nn.functional."
 
-_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_QUESTIONS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 """The functions that torch's Python functions call to find out whether a mode or a tensor subclass handles them."""
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 def _has_torch_function(relevant_args: Any) -> bool:
@@ -113,14 +109,6 @@ def _has_torch_function(relevant_args: Any) -> bool:
         return has_torch_function(relevant_args)
     with MODE.suspended():
         return has_torch_function(relevant_args)
-
-
-def dispatches_to_modes(function: FunctionType) -> bool:
-    """Whether a Python function of torch dispatches its calls to modes."""
-    return not _QUESTION_SET.isdisjoint(function.__code__.co_names)
-
-
-_QUESTION_SET = frozenset(_QUESTIONS)
 
 
 def _overloads(function: Any) -> Iterator[Any]:
@@ -285,7 +273,7 @@ class FunctionHooks:
         if isinstance(function, Wrapped) or self._is_known(function):
             return
         target = KnownFunction(role, resolved(ports_of(role), function))
-        if isinstance(function, FunctionType) and not dispatches_to_modes(function):
+        if isinstance(function, FunctionType) and _QUESTIONS.isdisjoint(function.__code__.co_names):
             self.targets[function] = target
             self._exchanged[function] = Exchanged(function, functools.partial(self._called, target))
         elif name.startswith("torch."):
@@ -413,7 +401,7 @@ class FunctionHooks:
             is_overridden = has_torch_function((*args, *kwargs.values()))
         if MODE.hooks is not self or is_traced() or is_overridden or not self._tracker.is_active:
             return original(*args, **kwargs)
-        names = {**original.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+        names = {**original.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
         body = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
         body.__kwdefaults__ = original.__kwdefaults__
         with MODE.active():
