@@ -409,7 +409,7 @@ class Recorder:
         if not tensor.is_cpu:
             self._stage_off_device(tensor, form, call, tags, is_reduced=is_reduced)
         elif is_reduced and self._taker is not None:
-            taken = self._taker.take(tensor, sample_dim=form.sample_dim)
+            taken = self._taker.compute(tensor, sample_dim=form.sample_dim)
             self._put(self._header(form, call, tags, more=',"taken":"host"'), taken, len(taken))
         elif (address := _address(tensor)) or not form.nbytes:
             self._put(self._header(form, call, tags), address, form.nbytes)

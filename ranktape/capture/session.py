@@ -139,8 +139,8 @@ class Capture:
         Raises:
             UsageError: the value of an option is not allowed.
         """
-        found = resolve(given_arguments(args))
-        return NoCapture() if found is None else cls(found[0], model=model, options=found[1])
+        resolved = resolve(given_arguments(args))
+        return NoCapture() if resolved is None else cls(resolved[0], model=model, options=resolved[1])
 
     @property
     def rank(self) -> int:

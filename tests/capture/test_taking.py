@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def taken(tensor: torch.Tensor, *, sample_dim: int | None) -> tuple[Statistics, Overflow]:
-    payload = TAKER.take(tensor, sample_dim=sample_dim)
+    payload = TAKER.compute(tensor, sample_dim=sample_dim)
     words = np.frombuffer(payload, dtype="<f8")
     vector, overflow = taken_from(words, per_sample=sample_dim is not None)
     return Statistics.from_vector(vector), overflow
@@ -111,17 +111,20 @@ def views() -> list[tuple[torch.Tensor, int | None]]:
 def test_what_begins_at_the_same_place_is_the_same_only_where_all_elements_are() -> None:
     taker = HostStatistics()
     for view, dim in views():
-        assert taker.take(view, sample_dim=dim) == HostStatistics().take(view, sample_dim=dim), (view.stride(), dim)
+        assert taker.compute(view, sample_dim=dim) == HostStatistics().compute(view, sample_dim=dim), (
+            view.stride(),
+            dim,
+        )
 
 
 def test_all_views_of_the_same_elements_are_looked_at_once() -> None:
     taker = HostStatistics()
     whole = torch.randn(4, 6, 8, 10)
-    first = taker.take(whole, sample_dim=0)
+    first = taker.compute(whole, sample_dim=0)
     for view in (whole.detach(), whole.view(4, 48, 10), whole.transpose(1, 2), whole[None].squeeze(0)):
-        assert taker.take(view, sample_dim=0) is first
-    other = taker.take(whole[:, :3], sample_dim=0)
-    assert taker.take(whole[:, :3].transpose(1, 3), sample_dim=0) is other
+        assert taker.compute(view, sample_dim=0) is first
+    other = taker.compute(whole[:, :3], sample_dim=0)
+    assert taker.compute(whole[:, :3].transpose(1, 3), sample_dim=0) is other
     assert other != first
 
 
@@ -142,7 +145,7 @@ def test_gradients_are_added_up_where_they_are_without_us() -> None:
     places = []
     for tensor in (both, hidden):
         tensor.register_hook(lambda grad: places.append(grad.data_ptr()))
-    both.register_hook(lambda grad: TAKER.take(grad, sample_dim=0) and None)
+    both.register_hook(lambda grad: TAKER.compute(grad, sample_dim=0) and None)
     both.square().sum().backward()
     assert places[0] == places[1]
 

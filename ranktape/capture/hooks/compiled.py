@@ -112,7 +112,7 @@ _SHOWN_IN_GRAPHS = frozenset({torch.nn.Linear.forward, torch.nn.Embedding.forwar
 
 
 def hidden_in_graphs(
-    recorded: Iterable[torch.nn.Module], attached: Iterable[torch.nn.Module], found: Iterable[FunctionRole]
+    recorded: Iterable[torch.nn.Module], attached: Iterable[torch.nn.Module], function_roles: Iterable[FunctionRole]
 ) -> str | None:
     """The part of the models that graphs do not show, because they have functions but no calls of modules.
 
@@ -121,7 +121,7 @@ def hidden_in_graphs(
     Args:
         recorded: The modules with a role that are recorded.
         attached: All modules with hooks.
-        found: The roles of functions.
+        function_roles: The roles of functions.
     """
     kinds = {
         type(module)
@@ -136,8 +136,8 @@ def hidden_in_graphs(
     attention: Any = torch.nn.functional.scaled_dot_product_attention
     if isinstance(attention, Around):
         packages = {kind.__module__.partition(".")[0] for kind in types}
-        given = (role.name for role in found if role.gives_function)
-        return next((name for name in given if name.partition(".")[0] in packages), None)
+        names = (role.name for role in function_roles if role.gives_function)
+        return next((name for name in names if name.partition(".")[0] in packages), None)
     return None
 
 
@@ -155,7 +155,7 @@ def has_compiled() -> bool:
 
 def _remove(entries: list[Any], entry: object) -> None:
     # By identity. The entry may be missing: `warnings.catch_warnings` replaces the list temporarily.
-    for place, one in enumerate(entries):
-        if one is entry:
-            del entries[place]
+    for index, known in enumerate(entries):
+        if known is entry:
+            del entries[index]
             return

@@ -414,7 +414,7 @@ class FunctionHooks:
         running = self._running
         if not self._tracker.is_active:
             with self._recorder.guarded():
-                self._tracker.meet_direct()
+                self._tracker.begin_direct_pass()
             if not self._tracker.is_active:
                 return original(*args, **kwargs)
         role = target.role
@@ -497,12 +497,17 @@ class FunctionHooks:
         """The arguments with aliases of the parameters that the module awaits, except those that autocast caches."""
         for argument in ports.arguments:
             value = argument.find(args, kwargs)
-            found = next((port for tensor, port in entry.parameters_to_alias if tensor is value), None)
-            if found is None or is_cached_by_autocast(value) or entry.source_recorder is None or entry.call is None:
+            awaited_port = next((port for tensor, port in entry.parameters_to_alias if tensor is value), None)
+            if (
+                awaited_port is None
+                or is_cached_by_autocast(value)
+                or entry.source_recorder is None
+                or entry.call is None
+            ):
                 continue
-            entry.parameters_to_alias = [one for one in entry.parameters_to_alias if one[1] is not found]
+            entry.parameters_to_alias = [pair for pair in entry.parameters_to_alias if pair[1] is not awaited_port]
             args, kwargs = argument.replace(
-                entry.source_recorder.alias_parameter(found, entry.call, value), args, kwargs
+                entry.source_recorder.alias_parameter(awaited_port, entry.call, value), args, kwargs
             )
         return args, kwargs
 

@@ -243,10 +243,10 @@ class ModelHooks:
     def _watch_compiler(self) -> None:
         """Handle compiled code in this iteration."""
         assert self._functions is not None, "only called while hooks are attached"
-        handles, before = self._context.handles, self._eager
+        handles, previous = self._context.handles, self._eager
         index = len(handles)
-        if before is not None:
-            index = handles.index(before)
+        if previous is not None:
+            index = handles.index(previous)
             handles.pop(index).remove()
         self._regions = None
         begin = self._begin_regions if why_eager(self._options) is None else None
@@ -337,8 +337,8 @@ class ModelHooks:
         self._tracker.before_pass = self._tracker.find_direct = None
 
     def _find_direct(self) -> tuple[Frame, DirectCall] | None:
-        found = outermost_direct_call(self._frames.__contains__)
-        return None if found is None else (self._frames[found.module], found)
+        direct = outermost_direct_call(self._frames.__contains__)
+        return None if direct is None else (self._frames[direct.module], direct)
 
     def _add_unknown(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Global pre-hook: an unknown outermost module is a new model.
@@ -431,9 +431,9 @@ class ModelHooks:
         for root, prefix in self._living():
             layout.append(prefix)
             for name, module in root.named_modules():
-                own = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (torch has no public way)
+                module_hooks = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (torch has no public way)
                 parameters = tuple(map(id, parameters_of(module).values()))
-                layout.append((name, module, type(module), *map(tuple, own), parameters))
+                layout.append((name, module, type(module), *map(tuple, module_hooks), parameters))
         return layout
 
     def _renew(self) -> None:
@@ -456,15 +456,15 @@ class ModelHooks:
         self._functions.begin()
         self._matched_roles.update(self._functions.roles)
         stage = self._stage_prefixes.get(root, "")
-        found = self._survey(root)
+        surveyed_model = self._survey(root)
         leave = Hook(self._on_leave, keeps_mode=True)
-        for surveyed in found.frames:
+        for surveyed in surveyed_model.frames:
             module = surveyed.module
             if module in self._frames:
                 continue
-            before = self._stage_prefixes.get(module, "") + prefix
-            layer_stack = (before + surveyed.layer_stack).rstrip(".") if surveyed.layer_idx >= 0 else ""
-            frame = surveyed._replace(path=(before + surveyed.path).rstrip("."), layer_stack=layer_stack)
+            path_prefix = self._stage_prefixes.get(module, "") + prefix
+            layer_stack = (path_prefix + surveyed.layer_stack).rstrip(".") if surveyed.layer_idx >= 0 else ""
+            frame = surveyed._replace(path=(path_prefix + surveyed.path).rstrip("."), layer_stack=layer_stack)
             self._frames[module] = frame
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks, and its code does not run in Python
@@ -476,8 +476,8 @@ class ModelHooks:
                 self._attach_role(frame)
             if module in self._hooks:
                 self._calls.add(module)
-        if self._layers is not None and found.stacks:
-            self._layers.attach(root, found.stacks[0], prefix=stage + prefix)
+        if self._layers is not None and surveyed_model.stacks:
+            self._layers.attach(root, surveyed_model.stacks[0], prefix=stage + prefix)
 
     def _attach_role(self, frame: Frame) -> None:
         """Put hooks on a module if it has a role."""
@@ -561,12 +561,12 @@ class ModelHooks:
 
     def _in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass without the function mode."""
-        before = self._functions
+        functions = self._functions
         try:
             with MODE.inactive():
                 return backward(*args, **kwargs)
         finally:
-            if self._functions is not before and not in_backward():
+            if self._functions is not functions and not in_backward():
                 self._await_direct()  # an iteration started in the backward pass
 
     def _wants_layer(self, layer_type: str, path: str) -> bool:

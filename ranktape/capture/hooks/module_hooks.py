@@ -81,6 +81,7 @@ class ModuleHooks:
         """The source of the module's tensors."""
         self._role = role
         self._recorder = context.recorder
+        self._guard = context.recorder.guarded(source)
         self._running = context.running
         self._ports = resolved(ports_of(role), type(module).forward, num_bound=1)
         placement = None if role.placement is None else functools.partial(role.placement, module)
@@ -124,7 +125,7 @@ class ModuleHooks:
             return None
         entry = RunningRole(self._role.layer_type, module, self._source_recorder)
         self._running.entries.append(entry)
-        with self._recorder.guarded(self.source):
+        with self._guard:
             if self._recorder.follows(self.source):
                 if self._may_record_products and _is_expected_to_call_linear(module):
                     input_tensor = self._ports.arguments[0].find(args, kwargs)
@@ -233,7 +234,7 @@ class ModuleHooks:
         entry = self._running.leave(module)
         if entry is None or output is None:
             return
-        with self._recorder.guarded(self.source):
+        with self._guard:
             if entry.inner_products is not None and entry.inner_products.num_products:
                 note_calls_linear(module)
                 self._refuse_bias(entry.inner_products, module)
@@ -278,8 +279,8 @@ class ModuleHooks:
             return
         if inner_products.input is not None and inner_products.input.requires_grad and torch.is_grad_enabled():
             self._recorder.refuse(self.source, port.grad, reason, call=entry.call)
-        for attribute, own in self._ports.parameters:
-            self._record_parameter(entry, module, attribute, own, kwargs)
+        for attribute, parameter_port in self._ports.parameters:
+            self._record_parameter(entry, module, attribute, parameter_port, kwargs)
 
     def _watch_parameter(self, module: nn.Module, weight: torch.Tensor, port: Port, call: Call) -> None:
         """Record the gradient of a weight by a hook on the weight itself."""
@@ -334,13 +335,15 @@ def _mentions_linear(function: Callable[..., Any], kind: type, seen: set[CodeTyp
     if code in seen:
         return False
     codes = [code]
-    for one in codes:
-        codes += [const for const in one.co_consts if isinstance(const, CodeType)]
+    for inner in codes:
+        codes += [const for const in inner.co_consts if isinstance(const, CodeType)]
     seen.update(codes)
-    names = {name for one in codes for name in one.co_names}
-    found = [getattr(kind, name, None) or function.__globals__.get(name) for name in sorted(names)]
-    helpers = [one for one in found if isinstance(one, FunctionType) and one.__module__ == function.__module__]
-    return not _LINEAR.isdisjoint(names) or any(_mentions_linear(one, kind, seen) for one in helpers)
+    names = {name for inner in codes for name in inner.co_names}
+    attributes = [getattr(kind, name, None) or function.__globals__.get(name) for name in sorted(names)]
+    helpers = [
+        inner for inner in attributes if isinstance(inner, FunctionType) and inner.__module__ == function.__module__
+    ]
+    return not _LINEAR.isdisjoint(names) or any(_mentions_linear(inner, kind, seen) for inner in helpers)
 
 
 _LINEAR = frozenset({"linear", "forward"})

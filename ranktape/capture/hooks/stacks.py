@@ -131,9 +131,9 @@ def _find_stacks(
 
 def stated_idx(module: nn.Module) -> int | None:
     """The layer number in the attributes of a module; None if it has none."""
-    own, number = _number_in(module, "layer_idx"), _number_in(module, "layer_number")
-    if own is not None:
-        return own
+    idx, number = _number_in(module, "layer_idx"), _number_in(module, "layer_number")
+    if idx is not None:
+        return idx
     return number - 1 if number else None
 
 
@@ -162,24 +162,25 @@ def _layers_in(
     name: str, container: nn.Module, stated: Mapping[nn.Module, int], *, layer_offset: int
 ) -> dict[str, int]:
     """The number of each layer in a container, by key; empty if the container is not a stack."""
-    own = module_path(name).rpartition(".")[2]
+    container_name = module_path(name).rpartition(".")[2]
     children = dict(container.named_children())
     tails = {key: key[len(key.rstrip("0123456789")) :] for key in children}
-    if own in _NO_STACKS or not all(map(_is_number, tails.values())):
+    if container_name in _NO_STACKS or not all(map(_is_number, tails.values())):
         return {}
     numbers = {key: int(tail) for key, tail in tails.items()}
     kinds = {key: _kind(child) for key, child in children.items() if _has_products(unwrapped(child))}
     if not kinds or len(set(numbers.values())) < len(numbers):
         return {}
     kind, count = Counter(kinds.values()).most_common(1)[0]
-    if own not in _NAMES or len(kinds) < len(children):
+    if container_name not in _NAMES or len(kinds) < len(children):
         if 2 * count <= len(children) or (len(children) == 1 and isinstance(container, nn.Sequential)):
             return {}
-        kinds = {key: one for key, one in kinds.items() if one is kind}
+        kinds = {key: cls for key, cls in kinds.items() if cls is kind}
     # Most models have no such attributes, and then the modules of layers need not be searched.
-    within = {key: [stated[part] for part in children[key].modules() if part in stated] for key in kinds if stated}
-    if within and all(within.values()) and len({found[0] for found in within.values()}) == len(within):
-        return {key: found[0] for key, found in within.items()}
+    within = ((key, [stated[part] for part in children[key].modules() if part in stated]) for key in kinds if stated)
+    first = {key: layer_numbers[0] for key, layer_numbers in within if layer_numbers}
+    if first and len(first) == len(kinds) == len(set(first.values())):
+        return first
     return {key: numbers[key] + layer_offset for key in kinds}
 
 
@@ -201,9 +202,9 @@ def _has_products(module: nn.Module) -> bool:
     """Whether a layer contains linear layers, or has matrices as parameters of its own."""
     if any(part is not module and _is_product(part) for part in module.modules()):
         return True
-    own = parameters_of(module).values()
+    parameters = parameters_of(module).values()
     is_other = _is_product(module) or _layer_type(module) == "embedding"
-    return not is_other and any(one is not None and one.ndim > 1 for one in own)
+    return not is_other and any(parameter is not None and parameter.ndim > 1 for parameter in parameters)
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -239,16 +240,16 @@ def check_layers(wanted: Numbers, root: nn.Module, stack: Stack) -> None:
     Raises:
         UsageError: a requested layer does not exist; the message names the existing ones.
     """
-    getattr_or_default = wanted.filter
+    layer_filter = wanted.filter
     # In one process, the stack has all layers.
     is_single_rank = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     total = None if is_single_rank else _num_layers(root)
     layers: Sequence[int] = [layer.idx for layer in stack.layers] if total is None else range(total)
     is_stage = total is None and not is_single_rank
-    if getattr_or_default is None or is_stage:
+    if layer_filter is None or is_stage:
         return
-    for alternative in getattr_or_default.alternatives:
-        numbers = Numbers(filter=dataclasses.replace(getattr_or_default, alternatives=(alternative,)))
+    for alternative in layer_filter.alternatives:
+        numbers = Numbers(filter=dataclasses.replace(layer_filter, alternatives=(alternative,)))
         if not any(numbers.holds(idx) for idx in layers):
             existing = f"layers {min(layers)} to {max(layers)}"
             raise UsageError(

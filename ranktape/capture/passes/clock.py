@@ -98,8 +98,8 @@ class ForwardClock:
         is_outermost = not running
         hooks = list(model._forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
         with self._lock:
-            others = (models() for models in self._all_models.valuerefs())
-            is_shared = any(other for other in others if other is not running)
+            other_threads = (models() for models in self._all_models.valuerefs())
+            is_shared = any(models_of_thread for models_of_thread in other_threads if models_of_thread is not running)
             running.append(model)
             if not is_outermost:
                 return None
@@ -254,10 +254,10 @@ class Clock:
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._num_steps
+            num_steps = self._num_steps
             result = original(scaler, optimizer, *args, **kwargs)
             # Gradients were not finite. The optimizer was not called, but the iteration is over.
-            if self._num_steps == before and os.getpid() == self._owner:
+            if self._num_steps == num_steps and os.getpid() == self._owner:
                 self._on_skip(None)
                 self._count_step(optimizer)
             return result

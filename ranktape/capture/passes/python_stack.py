@@ -68,9 +68,9 @@ def outermost_direct_call(is_known: Callable[[nn.Module], bool]) -> DirectCall |
 
 def innermost_direct_call(known: Container[nn.Module], current: nn.Module | None) -> nn.Module | None:
     """The innermost known module whose `forward` was called directly inside the current module, if any."""
-    own = None if current is None else _innermost_code(type(current).forward)
+    current_code = None if current is None else _innermost_code(type(current).forward)
     for frame in _frames():
-        if frame.f_code is MODULE_CALL or frame.f_code is own:
+        if frame.f_code is MODULE_CALL or frame.f_code is current_code:
             return None
         module = _module_of(frame)
         if module is not None and module in known:

@@ -237,19 +237,19 @@ class Tracker:
             if thread.frames and thread.frames[0].module is frame.module and not calls_itself(frame.module):
                 thread.frames.clear()  # an interrupt ended the last pass without a call of its hooks
                 thread.direct = None
-            self.meet_direct()
+            self.begin_direct_pass()
             if not thread.frames:
                 self._begin_pass(thread, frame.module, args, kwargs)
         thread.frames.append(frame)
 
-    def meet_direct(self) -> None:
+    def begin_direct_pass(self) -> None:
         """Start the pass of a known module whose `forward` was called directly, if no pass is running."""
         thread = self._thread
         if thread.frames or thread.repeated is not None or in_backward() or self.find_direct is None:
             return
-        found = self.find_direct()
-        if found is not None:
-            frame, call = found
+        direct = self.find_direct()
+        if direct is not None:
+            frame, call = direct
             self._begin_pass(thread, call.module, call.args, {})
             thread.frames.append(frame)
             thread.direct = call.number
@@ -326,21 +326,21 @@ class Tracker:
         def repeating() -> AbstractContextManager[None]:
             microbatch = Microbatch(now.mode, now.index, dict(num_calls), num_failed)
             repeated = dataclasses.replace(running, microbatch=microbatch)
-            return _meanwhile(self._thread, repeated=repeated, frames=list(frames))
+            return _with_attributes(self._thread, repeated=repeated, frames=list(frames))
 
         return repeating
 
     def staged(self, microbatch: int, *, of: int | None) -> AbstractContextManager[None]:
         """Context in which passes on this thread are those of a pipeline stage for this one of `of` microbatches."""
-        return _meanwhile(self._thread, stage=(microbatch, of))
+        return _with_attributes(self._thread, stage=(microbatch, of))
 
     def adding_weights(self) -> AbstractContextManager[None]:
         """Context for a backward pass that has already run without the gradients of weights."""
-        return _meanwhile(self, is_adding_weights=True)
+        return _with_attributes(self, is_adding_weights=True)
 
     def rehearsing(self) -> AbstractContextManager[None]:
         """Context in which passes on this thread are rehearsals with meaningless data, and not recorded."""
-        return _meanwhile(self._thread, is_rehearsing=True)
+        return _with_attributes(self._thread, is_rehearsing=True)
 
     @property
     def _present(self) -> ForwardPass:
@@ -375,7 +375,7 @@ class Tracker:
             self._iteration,
             microbatch,
             batch_size=None if first is None else int(first.shape[0]),
-            sample_ids=_share(self.sample_ids, thread.stage),
+            sample_ids=_samples_of_stage(self.sample_ids, thread.stage),
             is_recorded=mode in self._modes,
         )
 
@@ -386,9 +386,9 @@ class Tracker:
         current = self._microbatch(mode, self._microbatch_index(mode))
         if self._is_staged:
             return current  # the schedule counts microbatches; this is the loss, or another model beside the stages
-        given = _scheduled_microbatch(module)
-        if given is not None:
-            return self._microbatch(mode, given)
+        scheduled = _scheduled_microbatch(module)
+        if scheduled is not None:
+            return self._microbatch(mode, scheduled)
         if mode is Mode.TRAIN:
             is_over, self._is_backward_seen = self._is_backward_seen, False
         else:
@@ -427,37 +427,37 @@ class Tracker:
     def _repeated_call(self, key: str, compute_dtype: str) -> Call:
         """The call that is repeated by a recomputation that no known checkpoint announced."""
         running = self._unfollowed
-        place = (key, running.microbatch.mode, running.microbatch.index)
-        if calls := self._calls[place]:
+        call_key = (key, running.microbatch.mode, running.microbatch.index)
+        if calls := self._calls[call_key]:
             # Segments are recomputed from the last to the first.
-            self._num_recomputed[place] += 1
-            return calls[-self._num_recomputed[place] % len(calls)]
+            self._num_recomputed[call_key] += 1
+            return calls[-self._num_recomputed[call_key] % len(calls)]
         return self._call(running, 0, compute_dtype)
 
 
 @contextlib.contextmanager
-def _meanwhile(holder: Any, **values: Any) -> Iterator[None]:
+def _with_attributes(holder: Any, **values: Any) -> Iterator[None]:
     """Context in which attributes have other values."""
-    before = {name: getattr(holder, name) for name in values}
+    saved = {name: getattr(holder, name) for name in values}
     for name, value in values.items():
         setattr(holder, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             setattr(holder, name, value)
 
 
 def _scheduled_microbatch(module: nn.Module) -> int | None:
     """The microbatch that Megatron Core's schedules set on layers; None if there is none."""
     for part in module.modules():
-        given = part.__dict__.get("current_microbatch")
-        if isinstance(given, int) and given >= 0:
-            return given
+        number = part.__dict__.get("current_microbatch")
+        if isinstance(number, int) and number >= 0:
+            return number
     return None
 
 
-def _share(
+def _samples_of_stage(
     sample_ids: tuple[int | str, ...] | None, stage: tuple[int, int | None] | None
 ) -> tuple[int | str, ...] | None:
     """The identifiers of the samples of a pass, which is a share of the batch if a schedule has split it."""

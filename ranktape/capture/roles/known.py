@@ -236,7 +236,7 @@ _HUGGING_FACE_FUNCTIONS = (
 
 
 def _packed(position: int, keyword: str, *names: str, dim: int) -> dict[str, Place]:
-    return {name: Operand(position=position, keyword=keyword, part=(dim, place)) for place, name in enumerate(names)}
+    return {name: Operand(position=position, keyword=keyword, part=(dim, index)) for index, name in enumerate(names)}
 
 
 _FLASH_OPTIONS = _named(
@@ -387,8 +387,10 @@ def _te_quant_type() -> str:
         state = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
         if state is not None:
             recipe = type(state.get_fp8_recipe()).__name__
-            own = next((word for start, word in _TE_RECIPES.items() if recipe.startswith(start)), "fp8")
-            return own if state.is_fp8_enabled() else ""
+            quant_type = next(
+                (name_of_type for start, name_of_type in _TE_RECIPES.items() if recipe.startswith(start)), "fp8"
+            )
+            return quant_type if state.is_fp8_enabled() else ""
     return ""
 
 
@@ -415,8 +417,8 @@ def register_role(role: ModuleRole | FunctionRole) -> None:
     """
     if not isinstance(role, ModuleRole | FunctionRole):
         raise UsageError(f"{role!r:.80} is no role: give a ModuleRole or a FunctionRole")
-    for place in role.operands.values():
-        operand_of(place)
+    for operand in role.operands.values():
+        operand_of(operand)
     if role not in _registered:
         _registered.insert(0, role)
         _roles_of_classes.clear()

@@ -116,33 +116,33 @@ class HostStatistics:
         """Clear the cache at the start of an iteration."""
         self._known.clear()
 
-    def take(self, tensor: torch.Tensor, *, sample_dim: int | None) -> bytes:
+    def compute(self, tensor: torch.Tensor, *, sample_dim: int | None) -> bytes:
         """The statistics and extremes of a tensor, and the counts of each sample at the limits of the dtype."""
         if in_backward() or tensor.is_inference():
             # Asking for the storage of a gradient would prevent torch from accumulating in place. Inference tensors
             # have no version.
             with self._lock:
-                return self._look(tensor, sample_dim)
+                return self._compute(tensor, sample_dim)
         storage = tensor.untyped_storage()
         samples = (1, 0) if sample_dim is None else (tensor.shape[sample_dim], tensor.stride(sample_dim))
-        place = storage_id(tensor), tensor.data_ptr(), _layout(tensor), samples
-        key = place, tensor.dtype, tensor.is_neg(), tensor.is_conj(), version_of(tensor)
+        location = storage_id(tensor), tensor.data_ptr(), _layout(tensor), samples
+        key = location, tensor.dtype, tensor.is_neg(), tensor.is_conj(), version_of(tensor)
         with self._lock:
             known = self._known.get(key)
             if known is not None:
                 return known[1]
-            taken = self._look(tensor, sample_dim)
+            statistics = self._compute(tensor, sample_dim)
             if len(self._known) >= _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[key] = StorageWeakRef(storage), taken
-        return taken
+            self._known[key] = StorageWeakRef(storage), statistics
+        return statistics
 
-    def _look(self, tensor: torch.Tensor, sample_dim: int | None) -> bytes:
+    def _compute(self, tensor: torch.Tensor, sample_dim: int | None) -> bytes:
         num_samples = 1 if sample_dim is None else tensor.shape[sample_dim]
-        taken = self._take_fast(tensor, sample_dim, num_samples)
-        return _take_slowly(tensor, sample_dim, num_samples) if taken is None else taken
+        taken = self._compute_fast(tensor, sample_dim, num_samples)
+        return _compute_slowly(tensor, sample_dim, num_samples) if taken is None else taken
 
-    def _take_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
+    def _compute_fast(self, tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes | None:
         """The statistics by the kernel; None if float32 cannot represent the dtype or a value is not finite."""
         normal, size = _NORMALS.get(tensor.dtype), tensor.numel()
         if normal is None or size == 0 or tensor.is_conj() or tensor.is_neg():
@@ -151,17 +151,17 @@ class HostStatistics:
         if plain.dtype != torch.float32 or not plain.is_contiguous():
             plain, dim = self._widened(tensor.detach(), sample_dim)
         nbytes = 8 * (_NUM_HEAD + num_samples * _NUM_KINDS)
-        if len(self._own) < nbytes:
+        if len(self._result) < nbytes:
             self._make_room(nbytes)
         before = 1 if not dim else math.prod(plain.shape[:dim])
         sizes = before, num_samples, size // (before * num_samples), normal, _NUM_KINDS, _UNDERFLOW, _ZERO
         is_finite = self._summarise(plain.data_ptr(), self._address, self._address + _COUNTS, *sizes)
-        return bytes(self._own[:nbytes]) if is_finite else None
+        return bytes(self._result[:nbytes]) if is_finite else None
 
     def _make_room(self, nbytes: int) -> None:
         """Allocate a buffer for the result of the kernel, at a fixed address."""
-        place = np.empty(-(-nbytes // 8))
-        self._address, self._own = place.ctypes.data, place.data.cast("B")
+        buffer = np.empty(-(-nbytes // 8))
+        self._address, self._result = buffer.ctypes.data, buffer.data.cast("B")
 
     def _widened(self, tensor: torch.Tensor, sample_dim: int | None) -> tuple[torch.Tensor, int | None]:
         """The values as float32 in the order of memory, and the new sample dimension."""
@@ -177,13 +177,13 @@ def _layout(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """The elements of its storage that a tensor covers, relative to the first: equal for views of the same elements."""
     if tensor.is_contiguous():
         return ((1, tensor.numel()),)
-    found: list[tuple[int, int]] = []
+    layout: list[tuple[int, int]] = []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
-        if found and found[-1][0] == stride * size:
-            found[-1] = stride, found[-1][1] * size
+        if layout and layout[-1][0] == stride * size:
+            layout[-1] = stride, layout[-1][1] * size
         elif size != 1:
-            found.append((stride, size))
-    return tuple(found)
+            layout.append((stride, size))
+    return tuple(layout)
 
 
 def _in_memory_order(tensor: torch.Tensor, sample_dim: int | None) -> tuple[torch.Tensor, int | None]:
@@ -193,7 +193,7 @@ def _in_memory_order(tensor: torch.Tensor, sample_dim: int | None) -> tuple[torc
     return tensor.permute(order), None if sample_dim is None else order.index(sample_dim)
 
 
-def _take_slowly(tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes:
+def _compute_slowly(tensor: torch.Tensor, sample_dim: int | None, num_samples: int) -> bytes:
     """The statistics of any tensor, without the kernel."""
     target = np.zeros(_NUM_HEAD + num_samples * _NUM_KINDS)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
