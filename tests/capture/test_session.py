@@ -393,14 +393,14 @@ def test_a_trigger_of_a_signal_handler_at_a_boundary_does_not_end_the_training(t
 
     class Interrupted(collections.deque[Any]):
         def popleft(self) -> Any:
-            if capture._untold is self:
-                capture._untold = collections.deque(self)
+            if capture._unsent_triggers is self:
+                capture._unsent_triggers = collections.deque(self)
                 self.clear()
                 capture.trigger("the node is taken away")
             return super().popleft()
 
     with Capture(tmp_path / "run", model=model, record_last=1) as capture:
-        capture._untold = Interrupted([{"iteration": 0, "kind": "user", "text": "the validation fell"}])
+        capture._unsent_triggers = Interrupted([{"iteration": 0, "kind": "user", "text": "the validation fell"}])
         steps(model, 1)
     texts = [one.text for one in open_run(tmp_path / "run").triggers()]
     assert texts == ["the validation fell", "the node is taken away"]

@@ -104,14 +104,9 @@ class GraphCalls:
 
     def _begin(self, plan: GraphPlan, inputs: Sequence[Any]) -> dict[GraphCall, _RunningCall]:
         """Begin the calls in a graph and record their parameters."""
-        owners = {
-            call: self._owner(call, inputs[index], call.path)
-            for call in plan.calls
-            if (index := call.owner) is not None
-        }
-        paths = [
-            (call.path, owner_of_call.frame.path) for call, owner_of_call in owners.items() if owner_of_call is not None
-        ]
+        named = ((call, call.owner) for call in plan.calls)
+        owners = {call: self._owner(call, inputs[index], call.path) for call, index in named if index is not None}
+        paths = [(call.path, owner.frame.path) for call, owner in owners.items() if owner is not None]
         paths += [pair for call in plan.calls if call.role is None for pair in self._known_paths(call, inputs)]
         running_calls = {}
         if self._layers is not None and any(call.is_first for call in plan.calls) and not in_backward():
@@ -135,9 +130,9 @@ class GraphCalls:
     ) -> _RunningCall:
         source_recorder = self._source_recorders.get(source)
         if source_recorder is None:
-            placement = (
-                None if frame is None or call.role is None else self._context.placement_finder(frame.module, ports)
-            )
+            placement = None
+            if frame is not None and call.role is not None:
+                placement = self._context.placement_finder(frame.module, ports)
             source_recorder = self._source_recorders[source] = SourceRecorder(
                 context=self._context, source=source, ports=ports, placement=placement
             )
@@ -149,10 +144,8 @@ class GraphCalls:
         )
         for name, index in call.parameters.items():
             if name in by_name and not running_call.is_repeated:
-                value = inputs[index]
-                source_recorder.record(
-                    by_name[name], value if isinstance(value, nn.Parameter) else value.detach(), counted_call
-                )
+                value = inputs[index] if isinstance(inputs[index], nn.Parameter) else inputs[index].detach()
+                source_recorder.record(by_name[name], value, counted_call)
         for site in call.sites:
             for port in (by_name.get(port.name, port) for port in site.ports):
                 if (reason := plan.missing.get(site.number)) is not None:
@@ -215,34 +208,24 @@ class GraphCalls:
     def _owner(self, call: GraphCall, weight: Any, path: str) -> Owner | None:
         """The owner of a weight. If several modules share it, the one that best matches the path in the graph."""
         candidates = self._owners_of(weight)
-        graph_path = module_path(path).split(".")
+        graph_path = module_path(path).split(".")[::-1]
+        kind = "" if call.role is None else call.role.layer_type
 
-        def num_common_parts(candidate: tuple[Any, Owner]) -> int:
-            path = candidate[1].frame.path.split(".")
-            return len(
-                list(
-                    itertools.takewhile(
-                        lambda pair: pair[0] == pair[1], zip(path[::-1], graph_path[::-1], strict=False)
-                    )
-                )
-            )
+        def rank(candidate: tuple[Any, Owner]) -> tuple[int, bool]:
+            frame = candidate[1].frame
+            role = role_of(type(frame.module))
+            return _num_common(frame.path.split(".")[::-1], graph_path), role is not None and role.layer_type == kind
 
         if not candidates:
             return None
         first, last = call.rows or (None, None)
-        kind = "" if call.role is None else call.role.layer_type
-        best = max(
-            candidates, key=lambda candidate: (num_common_parts(candidate), _is_layer(candidate[1].frame.module, kind))
-        )
-        return dataclasses.replace(best[1], first=first, last=last)
+        return dataclasses.replace(max(candidates, key=rank)[1], first=first, last=last)
 
     def _known_paths(self, call: GraphCall, inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
         """The path of one module inside a layer, in the graph and in the model; nothing if no module is identified."""
         for index, graph_path in call.within:
-            if (
-                isinstance(inputs[index], nn.Parameter)
-                and (owner := self._owner(call, inputs[index], graph_path)) is not None
-            ):
+            owner = self._owner(call, inputs[index], graph_path) if isinstance(inputs[index], nn.Parameter) else None
+            if owner is not None:
                 yield graph_path, owner.frame.path
                 return
 
@@ -268,9 +251,7 @@ class GraphCalls:
         for graph_path, known_path in known_paths:
             graph_parts = graph_path.split(".")
             parts = path.split(".") if path else graph_parts[:1]
-            common = len(
-                list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, graph_parts, strict=False)))
-            )
+            common = _num_common(parts, graph_parts)
             if common > best and len(graph_parts) - common <= len(known_path.split(".")):
                 outer_parts = known_path.split(".")[: len(known_path.split(".")) - (len(graph_parts) - common)]
                 best, model_path = common, module_path(".".join([*outer_parts, *parts[common:]]))
@@ -279,9 +260,9 @@ class GraphCalls:
         return self._tracker.current()
 
 
-def _is_layer(module: nn.Module, kind: str) -> bool:
-    role = role_of(type(module))
-    return role is not None and role.layer_type == kind
+def _num_common(parts: Sequence[str], others: Sequence[str]) -> int:
+    """Number of parts at the start that two paths have in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False)))
 
 
 def _owners(frames: Iterable[Frame]) -> dict[int, list[tuple[Any, Owner]]]:

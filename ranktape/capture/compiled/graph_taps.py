@@ -332,10 +332,10 @@ def _owner(weight: Any, inputs: Mapping[fx.Node, int]) -> tuple[int | None, tupl
         return inputs.get(weight), None
     part = weight.meta.get("example_value")
     base = part._base if isinstance(part, torch.Tensor) else None  # noqa: SLF001  (torch has no public name for it)
-    index = next(
-        (index for node, index in inputs.items() if base is not None and node.meta.get("example_value") is base), None
-    )
-    rows = None if base is None or index is None else rows_of(weight.meta["example_value"], base)
+    if part is None or base is None:
+        return None, None
+    index = next((index for node, index in inputs.items() if node.meta.get("example_value") is base), None)
+    rows = None if index is None else rows_of(part, base)
     return (None, None) if rows is None else (index, rows)
 
 

@@ -345,9 +345,8 @@ class _RestoreTaps(CustomGraphPass):
 
     def uuid(self) -> Any:
         """The identity of the pass in the caches of inductor, which depends on the taps."""
-        origins = [
-            (name, str(origin.target), origin.args, origin.kwargs) for name, origin in self._taps.origins.items()
-        ]
+        items = self._taps.origins.items()
+        origins = [(name, str(origin.target), origin.args, origin.kwargs) for name, origin in items]
         return get_hash_for_files((__file__,), str((self._taps.removed, origins)))
 
 

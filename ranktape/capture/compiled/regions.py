@@ -240,9 +240,8 @@ def tapped_callback(original: Any) -> TappedCallback | None:
     """A copy of a region's own callback whose backend puts taps into graphs; None if the backend is not inductor."""
     entry = _callbacks.get(id(original))
     if entry is None:
-        backend = (
-            tapped_backend(eval_frame.innermost_backend(original)) if isinstance(original, CatchErrorsWrapper) else None
-        )
+        is_known = isinstance(original, CatchErrorsWrapper)
+        backend = tapped_backend(eval_frame.innermost_backend(original)) if is_known else None
         entry = _callbacks[id(original)] = original, None if backend is None else TappedCallback(original, backend)
     return entry[1]
 

@@ -167,26 +167,20 @@ class ModuleCalls:
             if frame.module in visibilities:
                 return visibilities[frame.module]
             role = role_of(type(frame.module))
-            is_wanted = (
-                self._options.wants_module(frame.path)
-                if role is None
-                else self._is_wanted_layer(role.layer_type, frame.path)
-            )
+            if role is None:
+                is_wanted = self._options.wants_module(frame.path)
+            else:
+                is_wanted = self._is_wanted_layer(role.layer_type, frame.path)
             return Visibility.UNSEEN if is_wanted else Visibility.LEFT_OUT
 
         visibilities = {module: self._visibility_of_source(hooks.source) for module, hooks in self._hooks.items()}
         # A walk through all parameters delays the training, so it is repeated only if hooks see something else.
-        unseen = frozenset(
-            (module, visibility) for module, visibility in visibilities.items() if visibility is not Visibility.SEEN
-        )
+        unseen = frozenset(pair for pair in visibilities.items() if pair[1] is not Visibility.SEEN)
         key = num_models, len(self._frames), len(self._hooks), len(used), unseen
         if self._last is None or self._last[0] != key:
             ran = self._expected.ran()
-            attention = self._attention({source.module for source in ran})
-            self._last = (
-                key,
-                find_coverage(self._frames.values(), visibility=visibility_of, attending=attention, sources=ran),
-            )
+            attending, frames = self._attention({source.module for source in ran}), self._frames.values()
+            self._last = key, find_coverage(frames, visibility=visibility_of, attending=attending, sources=ran)
         return self._last[1]
 
     def _attention(self, paths: Collection[str]) -> Iterator[Frame]:

@@ -446,12 +446,7 @@ class FunctionHooks:
         is_sparse = kwargs.get("sparse", any(args[_SPARSE : _SPARSE + 1]))
         layer = entries[-1] if entries and entries[-1].inner_products is not None else None
         is_part = layer is None and self._running.has(role.layer_type)
-        if (
-            is_sparse
-            or is_part
-            or not isinstance(weight, torch.Tensor)
-            or not _may_be_layer_product(role, weight, args)
-        ):
+        if is_sparse or is_part or not _may_be_layer_product(role, weight, args):
             return original(*args, **kwargs)
         if layer is not None and role is LINEAR and _is_layer_product(weight, layer.owner):
             assert layer.inner_products is not None, "it is open"
@@ -530,9 +525,9 @@ class FunctionHooks:
             entry.metadata_keys = (WITHOUT_BIAS,)
         if source is not None:
             frame = self._current_frame()
-            placement = (
-                None if role.owner or frame is None else self._context.placement_finder(frame.module, ports_of(role))
-            )
+            placement = None
+            if frame is not None and not role.owner:
+                placement = self._context.placement_finder(frame.module, ports_of(role))
             layer_recorder = None if layer is None else layer.source_recorder
             entry.source_recorder = source_recorder = SourceRecorder(
                 context=self._context,
@@ -578,12 +573,10 @@ def _is_layer_product(weight: torch.Tensor, module: nn.Linear) -> bool:
     layer_weight, base = parameters_of(module).get("weight"), base_of(weight)
     if weight is layer_weight:
         return True
-    if layer_weight is None:  # parametrized
-        return tuple(weight.shape) == (module.out_features, module.in_features)
-    is_other_parameter = isinstance(weight, nn.Parameter) or (
-        isinstance(base, nn.Parameter) and base is not layer_weight
-    )
-    return not is_other_parameter and tuple(weight.shape) == (module.out_features, module.in_features)
+    is_other = isinstance(weight, nn.Parameter) or (isinstance(base, nn.Parameter) and base is not layer_weight)
+    if layer_weight is not None and is_other:  # it is None if it is parametrized
+        return False
+    return tuple(weight.shape) == (module.out_features, module.in_features)
 
 
 def _is_layer_weight(owner: Owner) -> bool:
@@ -601,8 +594,10 @@ def _is_product_of(owner: Any, role: FunctionRole, weight: Any) -> bool:
     return is_linear and torch.is_grad_enabled() and _is_layer_product(weight, owner)
 
 
-def _may_be_layer_product(role: FunctionRole, weight: torch.Tensor, args: tuple[Any, ...]) -> bool:
+def _may_be_layer_product(role: FunctionRole, weight: Any, args: tuple[Any, ...]) -> bool:
     """Whether a product may be that of a layer, which excludes sums with other activations and dot products."""
+    if not isinstance(weight, torch.Tensor):
+        return False
     if role not in PARAMETER_PRODUCTS:
         return True
     has_bias = role is not ADDMM or not args or args[0].ndim == 1

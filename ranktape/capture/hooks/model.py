@@ -149,12 +149,9 @@ class ModelHooks:
         stage = self._stage_prefixes.get(root, "")
         frames = self._survey(root).frames
         new = {stage + frame.path for frame in frames if frame.path and frame.module not in self._known}
-        is_alone = role_of(type(root)) is not None and bool(self._roots)
-        prefix = (
-            f"{type(getattr(root, '_orig_mod', root)).__name__}{len(self._roots)}."
-            if is_alone or new & self.paths
-            else ""
-        )
+        is_single_layer = role_of(type(root)) is not None and bool(self._roots)
+        name = type(getattr(root, "_orig_mod", root)).__name__
+        prefix = f"{name}{len(self._roots)}." if is_single_layer or new & self.paths else ""
         self._roots.append((weakref.ref(root), prefix))
         self.paths |= {prefix + path for path in new}
         self._known.update(root.modules())
@@ -403,12 +400,8 @@ class ModelHooks:
     def unmatched_roles(self) -> Iterator[str]:
         """The messages about registered roles that matched nothing."""
         kinds = {type(module) for root, _ in self._living() for module in root.modules()}
-        missed = [
-            role
-            for role in registered_roles()
-            if role not in self._matched_roles and self._wants_layer_type(role.layer_type)
-        ]
-        return (explain_unmatched(role, kinds) for role in missed)
+        unmatched = (role for role in registered_roles() if role not in self._matched_roles)
+        return (explain_unmatched(role, kinds) for role in unmatched if self._wants_layer_type(role.layer_type))
 
     def _new_context(self) -> HookContext:
         return HookContext(self._recorder, weights=self._weights, placements=self.placements, on_note=self._on_note)
@@ -555,9 +548,8 @@ class ModelHooks:
         if self._is_direct and self._functions is not None:
             MODE.stay()
             if MODE.is_active and not self._exchanged_backwards:  # not active inside a compiled region
-                self._exchanged_backwards = [
-                    Exchanged(function, self._in_backward) for function in (torch.Tensor.backward, torch.autograd.grad)
-                ]
+                functions = torch.Tensor.backward, torch.autograd.grad
+                self._exchanged_backwards = [Exchanged(function, self._in_backward) for function in functions]
 
     def _in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass without the function mode."""
@@ -570,13 +562,12 @@ class ModelHooks:
                 self._await_direct()  # an iteration started in the backward pass
 
     def _wants_layer(self, layer_type: str, path: str) -> bool:
-        if (layer_type, path) not in self._wanted:
+        key = layer_type, path
+        if key not in self._wanted:
             # With `layers` alone, an embedding is recorded only as the input of the stack.
             is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
-            self._wanted[layer_type, path] = (
-                is_named and self._wants_layer_type(layer_type) and self._wants_module(path)
-            )
-        return self._wanted[layer_type, path]
+            self._wanted[key] = is_named and self._wants_layer_type(layer_type) and self._wants_module(path)
+        return self._wanted[key]
 
 
 _LATE = (

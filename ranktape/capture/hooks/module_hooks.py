@@ -128,13 +128,11 @@ class ModuleHooks:
         with self._guard:
             if self._recorder.follows(self.source):
                 if self._may_record_products and _is_expected_to_call_linear(module):
-                    input_tensor = self._ports.arguments[0].find(args, kwargs)
-                    plain_input = input_tensor if isinstance(input_tensor, torch.Tensor) else None
-                    version = 0 if plain_input is None else version_of(plain_input)
-                    entry.layer_type, entry.inner_products = (
-                        _INNER_PRODUCTS,
-                        InnerProducts(plain_input, version, torch.is_grad_enabled()),
-                    )
+                    operand = self._ports.arguments[0].find(args, kwargs)
+                    tensor = operand if isinstance(operand, torch.Tensor) else None
+                    version = 0 if tensor is None else version_of(tensor)
+                    entry.layer_type = _INNER_PRODUCTS
+                    entry.inner_products = InnerProducts(tensor, version, torch.is_grad_enabled())
                     return None
                 self._note_own_forward(entry, module)
                 parameters = (_parameter(module, attribute) for attribute, _ in self._ports.parameters)
@@ -217,12 +215,8 @@ class ModuleHooks:
         weight = _parameter(module, "weight")
         if weight is None or weight.dtype.itemsize > 1:
             return
-        names = [
-            name
-            for name in (*dict(module.named_buffers(recurse=False)), *parameters_of(module))
-            if "scale" in name.lower()
-        ]
-        if names:
+        tensors = *dict(module.named_buffers(recurse=False)), *parameters_of(module)
+        if names := [name for name in tensors if "scale" in name.lower()]:
             role = TensorRole(Operation.FORWARD, "pre", "weight_scales", has_samples=False)
             reason = f"the module holds them beside the codes ({', '.join(names)}), and only the codes are recorded"
             self._recorder.refuse(self.source, role, reason)
@@ -340,10 +334,9 @@ def _mentions_linear(function: Callable[..., Any], kind: type, seen: set[CodeTyp
     seen.update(codes)
     names = {name for inner in codes for name in inner.co_names}
     attributes = [getattr(kind, name, None) or function.__globals__.get(name) for name in sorted(names)]
-    helpers = [
-        inner for inner in attributes if isinstance(inner, FunctionType) and inner.__module__ == function.__module__
-    ]
-    return not _LINEAR.isdisjoint(names) or any(_mentions_linear(inner, kind, seen) for inner in helpers)
+    functions = [value for value in attributes if isinstance(value, FunctionType)]
+    helpers = [helper for helper in functions if helper.__module__ == function.__module__]
+    return not _LINEAR.isdisjoint(names) or any(_mentions_linear(helper, kind, seen) for helper in helpers)
 
 
 _LINEAR = frozenset({"linear", "forward"})
@@ -430,9 +423,8 @@ class MultiheadHooks:
                 names = _projections(owner, embed_dim=embed_dim)
                 ports = {argument.ports[0].name: argument.ports[0] for argument in source_recorder.ports.arguments}
                 for index, name in enumerate(names):
-                    part = functools.partial(
-                        _slice, index=index, count=len(names), shape=tuple(output.shape), heads=heads
-                    )
+                    shape = tuple(output.shape)
+                    part = functools.partial(_slice, index=index, count=len(names), shape=shape, heads=heads)
                     rows = None if name == "query" else _appended(module, name, batch_size=entry.batch_size)
                     self._record(source_recorder, entry.call, ports[name], output, part, rows=rows)
 
@@ -448,9 +440,9 @@ class MultiheadHooks:
     ) -> None:
         if not in_backward():
             projected = part(tensor)
-            source_recorder.record(
-                port, torch.cat([projected.detach(), *(row.to(projected) for row in rows)]) if rows else projected, call
-            )
+            if rows:
+                projected = torch.cat([projected.detach(), *(row.to(projected) for row in rows)])
+            source_recorder.record(port, projected, call)
         if rows and self._recorder.wants(source_recorder.source, port.grad, call):
             self._recorder.refuse(source_recorder.source, port.grad, _APPENDED, call=call)
         elif tensor.requires_grad and self._recorder.wants(source_recorder.source, port.grad, call):
