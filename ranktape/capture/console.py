@@ -48,8 +48,8 @@ class Console:
     def __init__(self, *, rank: int, wording: Callable[[str], str] = str) -> None:
         self.rank = rank
         self._wording = wording
-        self._told: set[str] = set()
-        self._ways: set[str | None] = set()
+        self._written: set[str] = set()
+        self._reported_modes: set[str | None] = set()
         """The ways of recording compiled code that have been reported: reasons for eager mode, or None."""
         self._num_drains = 0
         self._num_sites = 0
@@ -65,16 +65,16 @@ class Console:
             prefix = f"[rank {self.rank}] " if is_for_all_ranks else ""
             write_line(f"warning: {prefix}{self._wording(' '.join(text.split()))}")
 
-    def pass_on(self, words: Mapping[str, Any]) -> None:
+    def pass_on(self, status: Mapping[str, Any]) -> None:
         """Write the warnings in a message from the writer process, each one once."""
-        for text in (*words.get("notices", ()), words.get("problem")):
+        for text in (*status.get("notices", ()), status.get("problem")):
             if text is not None:
                 self.warn_once(str(text))
 
     def warn_once(self, text: str, *, is_for_all_ranks: bool = True) -> None:
         """Write a warning unless it has been written before. See `warn`."""
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._written:
+            self._written.add(text)
             self.warn(text, is_for_all_ranks=is_for_all_ranks)
 
     def warn_of_site(self, text: str) -> None:
@@ -127,26 +127,26 @@ class Console:
         """
         kinds = Counter(source.layer_type for source in sources)
         layers = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        kept = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
-        stored = kept and f", of which {nbytes_text(tally.stored_nbytes)} are stored"
+        by_keep = "".join(f", {count} as {keep}" for keep, count in sorted(tally.kept.items()) if keep != "values")
+        stored = by_keep and f", of which {nbytes_text(tally.stored_nbytes)} are stored"
         if tally.stored_nbytes > tally.nbytes:
             stored = f", for which {nbytes_text(tally.stored_nbytes)} are stored"
         if tally.kept["histogram"]:
             stored += " before compression"
-        what = f"{tally.num_tensors} tensors{kept}, {nbytes_text(tally.nbytes)} per iteration and rank"
+        size = f"{tally.num_tensors} tensors{by_keep}, {nbytes_text(tally.nbytes)} per iteration and rank"
         num_waiting = budget_nbytes // max(tally.nbytes, 1)
-        room = f"{num_waiting} iteration{'s' * (num_waiting > 1)}" if num_waiting else "less than one iteration"
+        capacity = f"{num_waiting} iteration{'s' * (num_waiting > 1)}" if num_waiting else "less than one iteration"
         if num_waiting > _MAX_WAITING:
-            room = f"more than {_MAX_WAITING} iterations"
-        budget = f"(host budget {nbytes_text(budget_nbytes)}: memory for {room})"
+            capacity = f"more than {_MAX_WAITING} iterations"
+        budget = f"(host budget {nbytes_text(budget_nbytes)}: memory for {capacity})"
         if record_last is not None:
             self.say(
-                f"flight recorder of {layers} layers: {what} {budget}; the last {record_last} iterations are stored in "
-                f"{url} when something happens, and nothing until then"
+                f"flight recorder of {layers} layers: {size} {budget}; the last {record_last} iterations are stored in "
+                f"{url} after a trigger, and nothing before it"
             )
         else:
             self.say(
-                f"capturing {layers} layers into {url}: {what}{stored} {budget}; iterations {_shown(iterations)}; "
+                f"capturing {layers} layers into {url}: {size}{stored} {budget}; iterations {_shown(iterations)}; "
                 f"{min_iterations} guaranteed complete"
             )
         if coverage is not None:
@@ -160,22 +160,22 @@ class Console:
 
     def tell_of_compiled(self, iterations: Sequence[int], *, why_eager: str | None) -> None:
         """Tell how compiled code is recorded, and in which iterations, once for each way."""
-        if why_eager in self._ways:
+        if why_eager in self._reported_modes:
             return
-        what = "another part of what the training compiles" if self._ways else "what the training compiles"
-        self._ways.add(why_eager)
+        subject = "another part of the compiled code" if self._reported_modes else "the compiled code of the training"
+        self._reported_modes.add(why_eager)
         if why_eager is None:
-            how = "is recorded inside of its graphs ({}): each is compiled once more for that"
+            description = "is recorded inside of its graphs ({}): each is compiled once more for that"
         else:
-            how = "runs eagerly in captured iterations ({}), where results may differ in the last bits: "
-        self.say(f"{what} {how.format(_shown(iterations))}{why_eager or ''}")
+            description = "runs eagerly in captured iterations ({}), where results may differ in the last bits: "
+        self.say(f"{subject} {description.format(_shown(iterations))}{why_eager or ''}")
 
     def show_drain(self, pending_nbytes: int, state: str) -> None:
         """Show the progress of storing the staged tensors. To be called about each second."""
         if self._num_drains % _DRAIN_INTERVAL == 0:
-            left = f"storing what was captured: {nbytes_text(pending_nbytes)} left" if pending_nbytes else None
-            waits = "stored; waiting for the other ranks" if state == "waiting" else "committing what was captured"
-            self.say(left or waits)
+            remaining = f"storing captured tensors: {nbytes_text(pending_nbytes)} left" if pending_nbytes else None
+            waits = "stored; waiting for the other ranks" if state == "waiting" else "committing captured iterations"
+            self.say(remaining or waits)
         self._num_drains += 1
 
     def end_drain(self) -> None:

@@ -35,7 +35,7 @@ from ranktape.errors import CaptureError, FailedElsewhereError, LateElsewhereErr
 
 _PREFIX = "ranktape"
 _serials = itertools.count()
-_serials_alone = itertools.count()
+_serials_of_one_rank = itertools.count()
 _TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
 _LONG_SECONDS = 10.0
@@ -99,12 +99,12 @@ class Rendezvous:
         self._place = place
         self._store = _find_store(place, seconds=seconds) if place.world_size > 1 else None
         if self._store is None:
-            self.launch_id = f"{_own_launch_id()}-alone-{next(_serials_alone)}"
+            self.launch_id = f"{_new_launch_id()}-alone-{next(_serials_of_one_rank)}"
         else:
             # All ranks start captures in the same order, and a restarted process starts again with the first.
             serial = next(_serials)
             self.launch_id = f"{self._agree(self._store, serial, seconds=seconds, on_wait=on_wait)}-{serial}"
-        self._decided: dict[str, str] = {}
+        self._decisions: dict[str, str] = {}
         self._failure_key = f"{_PREFIX}/{self.launch_id}/{place.restart}/failure"
 
     @property
@@ -155,12 +155,12 @@ class Rendezvous:
         rank = self._place.rank
         if rank == 0:
             # The first start of a launch sets the identity, and its restarts read it.
-            launch_id = store.compare_set(f"{_PREFIX}/launch_id", "", _own_launch_id()).decode()
-            decided = str(store.compare_set(key, "", launch_id).decode())
-            if decided.startswith(_LATE):
-                raise LateError(decided.removeprefix(_LATE))
-            return decided
-        began, is_told = time.monotonic(), on_wait is None
+            launch_id = store.compare_set(f"{_PREFIX}/launch_id", "", _new_launch_id()).decode()
+            decision = str(store.compare_set(key, "", launch_id).decode())
+            if decision.startswith(_LATE):
+                raise LateError(decision.removeprefix(_LATE))
+            return decision
+        began, has_reported = time.monotonic(), on_wait is None
         while not store.check([key]):
             waited = time.monotonic() - began
             if waited > seconds:
@@ -171,15 +171,15 @@ class Rendezvous:
                 if on_wait is None or store.compare_set(key, "", _LATE + text).decode() == _LATE + text:
                     raise LateError(text)
                 break
-            if on_wait is not None and not is_told and waited > _LONG_SECONDS:
-                is_told = True
+            if on_wait is not None and not has_reported and waited > _LONG_SECONDS:
+                has_reported = True
                 if store.add(f"{key}/waiting", 1) == 1:
                     on_wait(f"waiting for rank 0 to begin its capture, at most {seconds:g} s")
             time.sleep(_POLL_SECONDS)
-        decided = str(store.get(key).decode())
-        if decided.startswith(_LATE):
-            raise LateElsewhereError(decided.removeprefix(_LATE))
-        return decided
+        decision = str(store.get(key).decode())
+        if decision.startswith(_LATE):
+            raise LateElsewhereError(decision.removeprefix(_LATE))
+        return decision
 
     def _key(self, name: str, rank: int | None) -> str:
         return f"{_PREFIX}/{self.launch_id}/{self._place.restart}/{name}/{'any' if rank is None else rank}"
@@ -200,13 +200,13 @@ class Rendezvous:
     def decide(self, name: str, text: str) -> str:
         """The text of the first rank that decides under this name; the given text if this rank is the first."""
         if self._store is None:
-            return self._decided.setdefault(name, text)
+            return self._decisions.setdefault(name, text)
         return str(self._store.compare_set(self._key(name, None), "", text).decode())
 
     def forget(self, name: str) -> None:
         """Delete the decision under this name."""
         if self._store is None:
-            self._decided.pop(name, None)
+            self._decisions.pop(name, None)
         else:
             self._store.delete_key(self._key(name, None))
 
@@ -220,28 +220,28 @@ class Bulletin:
     def __init__(self, store: Store, *, key: str) -> None:
         self._store = store
         self._key = key
-        self._own: set[int] = set()
+        self._own_numbers: set[int] = set()
         self._next = 1
 
     def post(self, text: str) -> None:
         """Send a message to the other ranks."""
         number = int(self._store.add(self._key, 1))
-        self._own.add(number)
+        self._own_numbers.add(number)
         self._store.set(f"{self._key}/{number}", text)
 
-    def news(self) -> list[str]:
+    def new_messages(self) -> list[str]:
         """The messages of other ranks since the last call."""
-        found = []
+        messages = []
         while self._store.check([f"{self._key}/{self._next}"]):
-            if self._next not in self._own:
-                found.append(str(self._store.get(f"{self._key}/{self._next}").decode()))
+            if self._next not in self._own_numbers:
+                messages.append(str(self._store.get(f"{self._key}/{self._next}").decode()))
             self._next += 1
-        return found
+        return messages
 
 
 _BEGINS, _STOPS = "begins", "stops"
 
-_KEPT = 64
+_NUM_REMEMBERED = 64
 """Number of iterations behind rank 0 whose decisions are stored. A rank further behind decides the same again."""
 
 
@@ -295,24 +295,24 @@ class StopGate:
         if self._is_open:
             return False
         try:
-            self._is_open = self._ending.is_ours = self._ask(iteration, is_wanted=is_wanted and self._is_first)
+            self._is_open = self._ending.is_ours = self._decide_stop(iteration, is_wanted=is_wanted and self._is_first)
         except dist.DistError as error:
             self._is_open = True
             self._on_failure(f"the training is not ended when all is stored: the ranks cannot agree any more ({error})")
         return self._ending.is_ours
 
-    def _ask(self, iteration: int, *, is_wanted: bool) -> bool:
+    def _decide_stop(self, iteration: int, *, is_wanted: bool) -> bool:
         if is_wanted and (self._stops_at is None or self._stops_at < iteration):
             # The first iteration that no rank has reached, so that all of them will.
             self._stops_at = iteration
-            while self._rendezvous.decide(_name(self._stops_at), _STOPS) != _STOPS:
+            while self._rendezvous.decide(_decision_name(self._stops_at), _STOPS) != _STOPS:
                 self._stops_at += 1
         if self._is_first:
-            self._rendezvous.forget(_name(iteration - _KEPT))
-        return self._rendezvous.decide(_name(iteration), _BEGINS) == _STOPS
+            self._rendezvous.forget(_decision_name(iteration - _NUM_REMEMBERED))
+        return self._rendezvous.decide(_decision_name(iteration), _BEGINS) == _STOPS
 
 
-def _name(iteration: int) -> str:
+def _decision_name(iteration: int) -> str:
     return f"iteration {iteration}"
 
 
@@ -324,7 +324,7 @@ _ENVIRONMENT = {
 }
 
 
-def _own_launch_id() -> str:
+def _new_launch_id() -> str:
     """A name for the launch. Under torchrun, it is the same after each restart: the agent is our parent process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()}-{uuid.uuid4().hex}"
@@ -345,8 +345,8 @@ def _find_store(place: RankPlace, *, seconds: float) -> Store:
     if dist.is_available() and dist.is_initialized():
         # A separate connection, because a client that waits blocks all other calls on its connection.
         default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (torch has no public way to it)
-        own: Store = default.clone()  # type: ignore[attr-defined]  # its stub has no clone
-        return own
+        connection: Store = default.clone()  # type: ignore[attr-defined]  # its stub has no clone
+        return connection
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
@@ -374,7 +374,7 @@ def _find_store(place: RankPlace, *, seconds: float) -> Store:
     )
 
 
-_kept: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_kept_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def keep_process_groups() -> None:
@@ -390,9 +390,9 @@ def keep_process_groups() -> None:
     # `destroy_process_group` without it. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps any backend with one of gloo.
     kinds = (c10d.ProcessGroupGloo, c10d._ProcessGroupWrapper)  # type: ignore[attr-defined]  # noqa: SLF001  (private)
     for group in list(c10d._world.pg_map):  # noqa: SLF001  (nor a public way to all groups)
-        if group in _kept:
+        if group in _kept_groups:
             continue
-        _kept.add(group)
+        _kept_groups.add(group)
         for device in group._device_types:  # noqa: SLF001  (nor to their backends)
             backend = group._get_backend(device)  # noqa: SLF001  (as above)
             if isinstance(backend, kinds):

@@ -372,10 +372,10 @@ class Capture:
             UsageError: other processes cannot write to the URL.
             StorageError: the store cannot be reached.
         """
-        from ranktape.capture.starting import open_place
+        from ranktape.capture.starting import open_shared_store
 
         # Opened once: the program may change its working directory before the end.
-        self._backend = open_place(self._url, self.options)
+        self._backend = open_shared_store(self._url, self.options)
         self._place = find_place()
         self._console = Console(rank=self._place.rank, wording=self.wording)
         self._console.warn_of(self.options)

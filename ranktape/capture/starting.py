@@ -64,7 +64,7 @@ WRITER_TIMEOUT_SECONDS = 300.0
 """Longest wait for the writer to be ready. It loads and compiles its kernels, which takes minutes on a busy machine."""
 
 
-def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
+def open_shared_store(url: str, options: CaptureOptions) -> RetryingBackend:
     """The store at the URL of a run.
 
     Raises:
@@ -79,7 +79,7 @@ def open_place(url: str, options: CaptureOptions) -> RetryingBackend:
     return backend
 
 
-def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
+def check_can_start(backend: RetryingBackend, options: CaptureOptions) -> None:
     """Check that a later capture can start; a directory is tried with a small file, and left unchanged.
 
     Raises:
@@ -88,11 +88,11 @@ def try_place(backend: RetryingBackend, options: CaptureOptions) -> None:
     # Not at the top: importing `Capture` should not import the code that reads runs.
     from ranktape.storage.recording.start import check_place
 
-    place = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
-    check_place(place, resume=options.resume or options.adds, overwrite=options.overwrite)
+    checked = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
+    check_place(checked, resume=options.resume or options.adds, overwrite=options.overwrite)
     # Not an object store, which may let a writer add objects but not delete them.
-    if "://" not in place.url:
-        try_writing(place)
+    if "://" not in checked.url:
+        try_writing(checked)
 
 
 def try_writing(backend: Backend) -> None:
@@ -102,7 +102,7 @@ def try_writing(backend: Backend) -> None:
         StorageError: the store cannot be written, or returns other data.
     """
     path = Path(backend.url)
-    folders = [] if "://" in backend.url else [one for one in (path, *path.parents) if not one.exists()]
+    folders = [] if "://" in backend.url else [folder for folder in (path, *path.parents) if not folder.exists()]
     key, content = f"ranktape-trial-{secrets.token_hex(4)}", secrets.token_bytes(1024)
     try:
         backend.put(key, [content])
@@ -128,12 +128,12 @@ def start_writer(
 
     If rank 0 is late, `on_wait` is called with a message for the user.
     """
-    words: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     rendezvous: Rendezvous | None = None
 
     def is_ready() -> bool:
-        words.update(process.poll_ready() or {})
-        return bool(words)
+        status.update(process.poll_ready() or {})
+        return bool(status)
 
     try:
         rendezvous = Rendezvous(place, seconds=_meeting_seconds(options), on_wait=on_wait)
@@ -148,7 +148,7 @@ def start_writer(
         process.finish(reason=str(error), timeout_seconds=0, on_progress=lambda *_: None)
         process.close()
         raise
-    return words, rendezvous
+    return status, rendezvous
 
 
 def _meeting_seconds(options: CaptureOptions) -> float:
@@ -162,7 +162,7 @@ def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launc
 
     # Only the trainer needs the settings that select tensors and end iterations.
     trainers = ("select", "layers", "advance_on")
-    changed: dict[str, Any] = {one.name: one.default for one in SETTINGS if one.name in trainers}
+    changed: dict[str, Any] = {setting.name: setting.default for setting in SETTINGS if setting.name in trainers}
     if options.spill_dir is not None:
         # The program may change its working directory before the path is used.
         changed["spill_dir"] = str(Path(options.spill_dir).expanduser().absolute())
@@ -182,7 +182,7 @@ def _writer_config(options: CaptureOptions, *, url: str, place: RankPlace, launc
 
 
 def verdict_of(
-    words: Mapping[str, Any],
+    status: Mapping[str, Any],
     *,
     rank: int,
     backend: Backend,
@@ -195,12 +195,12 @@ def verdict_of(
 
     `words` are the writer's last words. Problems are printed on the console.
     """
-    console.pass_on(words)
-    if "verdict" in words:
-        return RunVerdict(**words["verdict"])
-    state = words.get("state")
-    problem = words.get("error") or words.get("problem")
-    if "error" not in words and (num_more := words.get("num_more_problems")):
+    console.pass_on(status)
+    if "verdict" in status:
+        return RunVerdict(**status["verdict"])
+    state = status.get("state")
+    problem = status.get("error") or status.get("problem")
+    if "error" not in status and (num_more := status.get("num_more_problems")):
         problem = f"{problem}; {num_more} more problem{'s' * (num_more > 1)} came after it"
     if state == "late":
         problem = f"not everything was stored within {waited_seconds:g} s; the writer goes on"
@@ -216,7 +216,7 @@ def verdict_of(
 
         try:
             # Not the verdict of another launch that has taken over the run.
-            judged = read_verdict(backend, until=words.get("attempt"))
+            judged = read_verdict(backend, until=status.get("attempt"))
         except RanktapeError as error:
             judged = None
             console.warn(str(error))

@@ -116,9 +116,9 @@ class Trainer:
     def _read_reaped(self) -> int:
         """The status after the parent has waited for the process, which needs Linux 6.15; -1 if it is not available."""
         assert self._descriptor is not None
-        asked = _INFO.pack(_HAS_STATUS, *[0] * 13)
+        query = _INFO.pack(_HAS_STATUS, *[0] * 13)
         try:
-            known, *_, status = _INFO.unpack(fcntl.ioctl(self._descriptor, _GET_INFO, asked))
+            known, *_, status = _INFO.unpack(fcntl.ioctl(self._descriptor, _GET_INFO, query))
         except OSError:
             return -1
         return int(status) if known & _HAS_STATUS else -1
@@ -144,34 +144,34 @@ class Writer:
         self._wake_read = wake_read
         self._iterations: dict[int, Staged] = {}
         # Read the last words of the previous writer before this one replaces them.
-        heritage = {} if config.attempt is None else ring.hear(Words.WRITER) or {}
-        self._words: dict[str, Any] = {"state": "starting", "num_committed": heritage.get("num_committed", 0)}
-        self._words_lock = threading.Lock()
+        previous_status = {} if config.attempt is None else ring.hear(Words.WRITER) or {}
+        self._status: dict[str, Any] = {"state": "starting", "num_committed": previous_status.get("num_committed", 0)}
+        self._status_lock = threading.Lock()
         self._plan = IterationPlan(iterations=(), is_done=False)
         self._has_ended = threading.Event()
-        self._is_out = False
-        self._held = contextlib.ExitStack()
+        self._is_outage_reported = False
+        self._exit_stack = contextlib.ExitStack()
         self._lease: Lease | None = None
         self._flight: Flight | None = None
         self._trainer = Trainer(config.trainer_pid)
         self._death: str | None = None
         self._console_lock = threading.Lock()
         self._has_console = config.is_first
-        self._say()
+        self._report()
 
     def run(self) -> int:
         """Serve the trainer until it ends, and return the exit code."""
-        with self._held:
+        with self._exit_stack:
             try:
                 self._start()
             except RanktapeError as error:
-                self._say(state="failed", kind=type(error).__name__, error=str(error))
+                self._report(state="failed", kind=type(error).__name__, error=str(error))
                 return 1
             try:
                 reason = self._serve()
                 self._end(reason)
             except RanktapeError as error:
-                self._say(state="failed", kind=type(error).__name__, error=str(error))
+                self._report(state="failed", kind=type(error).__name__, error=str(error))
                 self._leave_console(str(error))
                 return 1
             finally:
@@ -183,7 +183,7 @@ class Writer:
         config, options = self._config, self._config.options
         backend = open_backend(config.url, storage_options=options.storage_options)
         if config.is_first and not options.adds:  # `adds` changes nothing in the run, so it needs no lease
-            self._lease = self._held.enter_context(
+            self._lease = self._exit_stack.enter_context(
                 claim_run(backend, launch=config.launch, resume=options.resume, overwrite=options.overwrite)
             )
         if not config.is_first:
@@ -202,17 +202,17 @@ class Writer:
         self._storer = Storer(config, backend=backend, attempt=attempt, ring=self._ring)
         self._committer = Committer(
             self._storer,
-            say=self._say,
-            on_word=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
-            num_committed=self._words["num_committed"],
+            report=self._report,
+            on_settled=self._coordinator.note_commit if self._coordinator is not None else lambda _: None,
+            num_committed=self._status["num_committed"],
         )
         if options.record_last is not None:
-            self._flight = Flight(self._storer, committer=self._committer, say=self._say)
-        self._say(
+            self._flight = Flight(self._storer, committer=self._committer, report=self._report)
+        self._report(
             state="ready",
             attempt=attempt.path,
             completed=list(attempt.completed),
-            **_words_of(self._plan),
+            **_plan_fields(self._plan),
         )
         if config.attempt is not None:
             self._ring.advance(Counter.NEWS)
@@ -221,8 +221,8 @@ class Writer:
         threading.Thread(target=self._watch_plan, name="ranktape-plan", daemon=True).start()
 
     def _store_held(self, by: str) -> int | str:
-        assert self._flight is not None, "only asked of a flight recorder"
-        return self._flight.ask(by) or self._ring.counter(Counter.STEP)
+        assert self._flight is not None, "only called for a flight recorder"
+        return self._flight.request(by) or self._ring.counter(Counter.STEP)
 
     def _find_attempt(self, backend: Backend) -> Attempt:
         config, options = self._config, self._config.options
@@ -265,50 +265,50 @@ class Writer:
             if self._config.gives_all_up:
                 self._give_up_ring()
             else:
-                for slot in self._slots_held():
+                for slot in self._take_held_slots():
                     self._flight.handle(slot)
             return
-        lefts = read_slots(self._ring, ends=self._config.unsettled)
+        leftovers = read_slots(self._ring, ends=self._config.unsettled)
         # Tensors are stored in order: the last writer was working on the oldest iteration.
-        at_work = min((iteration for iteration, left in lefts.items() if left.skip is None), default=None)
-        for iteration, left in lefts.items():
+        at_work = min((iteration for iteration, leftover in leftovers.items() if leftover.skip is None), default=None)
+        for iteration, leftover in leftovers.items():
             is_given_up = self._config.gives_all_up or (self._config.gives_up and iteration == at_work)
-            if left.is_over and not is_given_up:
-                self._committer.recover(iteration, left)
+            if leftover.is_over and not is_given_up:
+                self._committer.recover(iteration, leftover)
                 continue
-            if left.is_over:
-                mark = Mark.FAILED if left.skip is None else Mark.SKIPPED
-                self._committer.mark(iteration, mark, left.skip or self._given_up)
-            stored = set() if left.is_over else self._begin_again(iteration, is_given_up=is_given_up)
-            for note in () if left.is_over else left.notes:
+            if leftover.is_over:
+                mark = Mark.FAILED if leftover.skip is None else Mark.SKIPPED
+                self._committer.mark(iteration, mark, leftover.skip or self._give_up_reason)
+            stored = set() if leftover.is_over else self._begin_again(iteration, is_given_up=is_given_up)
+            for note in () if leftover.is_over else leftover.notes:
                 self._storer.note(note.copy(), self._iterations[iteration])
-            for slot in (*left.words, *left.tensors):
-                if left.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
+            for slot in (*leftover.words, *leftover.tensors):
+                if leftover.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
                     self._ring.free(slot)
                 else:
                     self._storer.submit(slot, self._iterations[iteration])
 
-    def _slots_held(self) -> list[Slot]:
+    def _take_held_slots(self) -> list[Slot]:
         with self._storer.trying():
             return take_over(
                 self._ring,
                 committer=self._committer,
                 ends=self._config.unsettled,
-                given_up=self._given_up if self._config.gives_up else None,
+                given_up=self._give_up_reason if self._config.gives_up else None,
             )
 
     def _give_up_ring(self) -> None:
         """Free all slots of the ring, because one of them may have killed the previous writers."""
         while (slot := self._ring.take()) is not None:
             self._ring.free(slot)
-        self._say(problem=self._given_up)
+        self._report(problem=self._give_up_reason)
 
     def _begin_again(self, iteration: int, *, is_given_up: bool) -> set[str]:
         """Continue an iteration that a killed writer had started; returns the sites of its stored tensors."""
         self._begin(iteration)
         staged = self._iterations[iteration]
         if is_given_up:
-            self._storer.fail(staged, self._given_up)
+            self._storer.fail(staged, self._give_up_reason)
             return set()
         stored: set[str] = set()
         try:
@@ -321,7 +321,7 @@ class Writer:
         return stored
 
     @property
-    def _given_up(self) -> str:
+    def _give_up_reason(self) -> str:
         return f"the writer process ended again without storing an iteration ({self._config.deaths[-1]})"
 
     def _serve(self) -> str:
@@ -347,7 +347,7 @@ class Writer:
             if self._flight is not None:
                 self._flight.tick()
             self._storer.relieve()
-            self._speak_of_outages()
+            self._report_outages()
 
     def _handle(self, slot: Slot) -> None:
         if self._flight is not None:
@@ -375,13 +375,13 @@ class Writer:
     def _begin(self, iteration: int) -> None:
         self._iterations[iteration] = self._storer.begin(iteration)
 
-    def _speak_of_outages(self) -> None:
+    def _report_outages(self) -> None:
         since = self._storer.retrying.failing_since
         is_out = since is not None and time.monotonic() - since > _OUTAGE_SECONDS
-        if is_out != self._is_out:
-            self._is_out = is_out
+        if is_out != self._is_outage_reported:
+            self._is_outage_reported = is_out
             url = self._storer.retrying.url
-            self._say(notice=f"{url} does not answer: trying on" if is_out else f"{url} answers again")
+            self._report(notice=f"{url} does not answer: trying again" if is_out else f"{url} answers again")
 
     def _watch_plan(self) -> None:
         """Poll for new plans of the coordinator, more often once all planned iterations are settled."""
@@ -392,13 +392,13 @@ class Writer:
             is_waiting = not plan.is_done and self._ring.counter(Counter.SETTLED) >= len(plan.iterations)
             pause = min(longest, 1.25 * pause) if is_waiting else longest
             try:
-                news = read_plan(self._storer.backend, attempt=self._attempt)
+                latest = read_plan(self._storer.backend, attempt=self._attempt)
             except RanktapeError as error:
-                self._say(notice=f"the plan of further iterations cannot be read: {error}")
+                self._report(notice=f"the plan of further iterations cannot be read: {error}")
                 continue
-            if news is not None and news != plan:
-                self._plan = news
-                self._say(**_words_of(news))
+            if latest is not None and latest != plan:
+                self._plan = latest
+                self._report(**_plan_fields(latest))
                 self._ring.advance(Counter.NEWS)
                 pause = ASK_SECONDS
 
@@ -408,8 +408,8 @@ class Writer:
         self._has_failed()
         self._storer.give_up_at = time.monotonic() + self._config.options.finish_timeout_seconds
         if self._flight is not None:
-            untold = (self._ring.hear() or {}).get("untold", ())
-            self._flight.end(reason, death=self._death, untold=untold)
+            unsent = (self._ring.hear() or {}).get("untold", ())
+            self._flight.end(reason, death=self._death, unsent=unsent)
         for iteration in sorted(self._iterations):
             staged = self._iterations.pop(iteration)
             if self._config.options.manual and staged.num_tensors:
@@ -421,15 +421,15 @@ class Writer:
         with self._storer.trying():
             self._storer.rank_writer.close(reason=reason)
         if self._coordinator is not None:
-            self._say(state="waiting")
+            self._report(state="waiting")
             # A launch that was suspended for a long time may end before its next check of the lease.
             if self._lease is not None and (lost := self._lease.look(self._attempt)) is not None:
-                self._say(notice=lost)
+                self._report(notice=lost)
             ended = str((self._ring.hear() or {}).get("ended", ""))
             verdict = self._coordinator.finish(ended=ended, has_failed=self._has_failed)
-            self._say(verdict=verdict.to_json())
+            self._report(verdict=verdict.to_json())
             self._leave_console(f"{verdict.message()}: see 'ranktape status {self._storer.retrying.url}'")
-        self._say(state="closed")
+        self._report(state="closed")
 
     def _leave_console(self, text: str | None = None) -> None:
         """Print how the run ended on the console of a dead trainer, and close it; later calls do nothing.
@@ -456,29 +456,29 @@ class Writer:
             self._lease.announce_end()
         return has_failed
 
-    def _say(self, **changes: Any) -> None:
-        with self._words_lock:
+    def _report(self, **changes: Any) -> None:
+        with self._status_lock:
             if (problem := changes.pop("problem", None)) is not None:
                 # The first problem is taken for the cause of the others, which are counted and become notices.
-                first = self._words.get("problem")
+                first = self._status.get("problem")
                 if first is None:
                     changes["problem"] = problem
-                elif problem != first and problem not in self._words.get("notices", ()):
-                    changes |= {"notice": problem, "num_more_problems": self._words.get("num_more_problems", 0) + 1}
+                elif problem != first and problem not in self._status.get("notices", ()):
+                    changes |= {"notice": problem, "num_more_problems": self._status.get("num_more_problems", 0) + 1}
             if (notice := changes.pop("notice", None)) is not None:
                 # Several, because the trainer polls, and the last notice alone would hide its cause.
-                changes["notices"] = [*self._words.get("notices", ()), notice][-_MAX_NOTICES:]
-            self._words |= changes
-            self._ring.say(self._words)
+                changes["notices"] = [*self._status.get("notices", ()), notice][-_MAX_NOTICES:]
+            self._status |= changes
+            self._ring.say(self._status)
 
 
-def _words_of(plan: IterationPlan) -> dict[str, Any]:
+def _plan_fields(plan: IterationPlan) -> dict[str, Any]:
     """The part of the writer's words that describes a plan."""
     return {
         "iterations": list(plan.iterations),
         "is_done": plan.is_done,
         "is_enough": plan.is_enough,
-        "asked": [{"iterations": one.iterations, "settings": dict(one.settings)} for one in plan.asked],
+        "asked": [{"iterations": request.iterations, "settings": dict(request.settings)} for request in plan.asked],
     }
 
 

@@ -338,10 +338,10 @@ def _packages() -> Iterator[MachineFinding]:
 def _test_url(url: str, storage_options: Mapping[str, Any] | None) -> MachineFinding:
     """The result for a URL: whether an object can be written, read and removed there."""
     from ranktape.capture.settings.options import CaptureOptions
-    from ranktape.capture.starting import open_place, try_writing
+    from ranktape.capture.starting import open_shared_store, try_writing
 
     try:
-        try_writing(open_place(url, CaptureOptions(storage_options=storage_options)))
+        try_writing(open_shared_store(url, CaptureOptions(storage_options=storage_options)))
     except RanktapeError as error:
         way_out = "correct what the message names, and try again"
         return MachineFinding(shown(url), f"cannot be used: {error}", is_lacking=True, way_out=way_out)

@@ -121,7 +121,7 @@ def record_command(
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.config import resolve
     from ranktape.capture.settings.options import check_layer_types
-    from ranktape.capture.starting import open_place
+    from ranktape.capture.starting import open_shared_store
 
     options = click.get_current_context().command.params
     launcher, script = split_words(words, known=[name for option in options for name in option.opts])
@@ -134,7 +134,7 @@ def record_command(
         resolved = resolve({**given, "capture": url})
     assert resolved is not None, "a URL is given"
     check_layer_types(resolved[1], known=known_layer_types())
-    open_place(*resolved)
+    open_shared_store(*resolved)
     own = ["--capture-config", capture_config] if capture_config is not None else []
     own += ["--capture", url] if url is not None else []
     quantization = Quantization.of_options(quant, quant_plan, attention=quant_attention)
@@ -196,19 +196,19 @@ def _record(order: Order, variables: Mapping[str, str], script: Script) -> int:
     from ranktape.capture.rendezvous import end_of_process
     from ranktape.capture.roles.known import known_layer_types
     from ranktape.capture.settings.options import check_layer_types
-    from ranktape.capture.starting import open_place, try_place
+    from ranktape.capture.starting import check_can_start, open_shared_store
     from ranktape.launch.autostart import arm_launched, failure_reason
     from ranktape.storage.format.attempt import read_attempts
     from ranktape.storage.format.progress import read_verdict
 
     own_pid, options = os.getpid(), order.options
     check_layer_types(options, known=known_layer_types())
-    backend = open_place(order.url, options)
+    backend = open_shared_store(order.url, options)
     rank, (num_restarts, _) = global_rank(), restarts()
     # After a restart by torchrun, the run of the first start exists.
     earlier: list[Attempt] = []
     if rank == 0 and num_restarts == 0:
-        try_place(backend, options)
+        check_can_start(backend, options)
         earlier = [] if options.resume else read_attempts(backend)
     start = arm_launched(variables)
     end_of_process()

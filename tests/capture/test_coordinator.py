@@ -220,7 +220,7 @@ def test_what_a_rank_stores_has_arrived_before_and_when_it_commits(tmp_path: Pat
     watched.kill()
 
     def arrived() -> list[int] | None:
-        return watched.coordinator._arrived(watched.coordinator._look())
+        return watched.coordinator._count_arrived(watched.coordinator._poll_progress())
 
     open_iteration(watched.backend, attempt=watched.attempt, iteration=0)
     known = [arrived()]
@@ -369,11 +369,11 @@ def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: P
     watched.kill()
     coordinator, watched.step = watched.coordinator, 1000
     # A hundred steps in each of the last ten seconds.
-    coordinator._started = coordinator._lately = time.monotonic() - 10, 0
+    coordinator._started = coordinator._last_poll = time.monotonic() - 10, 0
     asked = Asked(name="mine", iterations=(10,), num_iterations=1)
     coordinator._plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))
     for _ in range(2):
-        coordinator._refused = set(coordinator._plan.iterations)
+        coordinator._not_recorded = set(coordinator._plan.iterations)
         coordinator._replace_lost()
     _, second, third = coordinator._plan.asked[0].iterations
     assert second > 1000 + 400
@@ -393,10 +393,10 @@ def test_a_store_that_has_become_slow_has_iterations_named_later(tmp_path: Path)
     watched = Watched(tmp_path / "run", planned=(0,), target=1)
     watched.kill()
     coordinator, watched.step = watched.coordinator, 1000
-    coordinator._started = coordinator._lately = time.monotonic() - 10, 0
+    coordinator._started = coordinator._last_poll = time.monotonic() - 10, 0
     coordinator._backend = Slow(str(tmp_path / "run"))
     write_request(watched.backend, attempt=watched.attempt, request=TWO)
-    coordinator._next_look = 0.0
+    coordinator._next_poll_at = 0.0
     coordinator._answer()  # the looks before it were fast
     # Four seconds of notice at less than a hundred steps a second, and twice what it took to read the request.
     assert watched.announced().asked[0].iterations[0] > 1000 + 420

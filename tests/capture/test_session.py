@@ -514,9 +514,9 @@ def test_each_message_is_written_once_by_the_rank_that_it_concerns(
         *(f"warning: [rank {rank}] {text}" for text in (*once, "2 more names of the selection match nothing")),
         "warning: --keep-last 2 deletes nothing, as capture ends after 2 iterations: give a larger --max-iterations",
         *(past.format("9"), past.format("none")),
-        *(f"what the training compiles {inside}", f"another part of what the training compiles {eager}"),
-        *("storing what was captured: 2 kB left", "stored; waiting for the other ranks"),
-        *("committing what was captured", "done storing"),
+        *(f"the compiled code of the training {inside}", f"another part of the compiled code {eager}"),
+        *("storing captured tensors: 2 kB left", "stored; waiting for the other ranks"),
+        *("committing captured iterations", "done storing"),
     ]
     if rank:
         expected = [line for line in expected if "[rank 1]" in line]

@@ -103,7 +103,7 @@ class Bench:
             ring=self.ring,
         )
         self.words: dict[str, Any] = {}
-        self.committer = Committer(self.storer, say=self._say, on_word=lambda _: None)
+        self.committer = Committer(self.storer, report=self._say, on_settled=lambda _: None)
         self._staged: dict[int, Staged] = {}
 
     def stage(
@@ -231,11 +231,11 @@ def test_what_lasts_fails_its_iteration_by_name_and_no_other(
     bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 2)
     assert time.monotonic() - began < 20, "half a second was given, and is 30 s where nothing is"
     assert bench.producer.pending_nbytes == 0
-    bench.wait_for(lambda: bool(bench.committer._owed))
+    bench.wait_for(lambda: bool(bench.committer._pending_marks))
     bench.store.error = None
     bench.put(2, tensors(2))
     bench.close()
-    bench.wait_for(lambda: not bench.committer._owed)
+    bench.wait_for(lambda: not bench.committer._pending_marks)
     for iteration in (0, 2):
         bench.check(iteration, tensors(iteration))
     statuses = {status.iteration: status for status in open_run(bench.url).status()}
@@ -283,7 +283,7 @@ def test_a_commit_whose_marker_was_refused_counts_all_the_same(make: Callable[..
     bench.store._refuse = lambda: None  # type: ignore[method-assign]
     bench.store.error = UnreachableError
     bench.put(0, tensors(0))
-    bench.wait_for(lambda: bool(bench.committer._owed))
+    bench.wait_for(lambda: bool(bench.committer._pending_marks))
     bench.store.error = None
     bench.close()
     bench.check(0, tensors(0))
@@ -381,4 +381,4 @@ def test_tensors_that_never_came_out_of_the_ring_fail_the_iteration(make: Callab
     assert taken is not None
     bench.committer.commit(staged, taken)
     bench.close()
-    assert "0 of the 2 tensors came out of the ring" in open_run(bench.url).status()[0].missing[0]
+    assert "0 of the 2 tensors were read from the ring" in open_run(bench.url).status()[0].missing[0]

@@ -180,7 +180,7 @@ def test_what_nothing_happened_in_is_not_stored(tmp_path: Path, fault: str) -> N
     assert verdict.met
     if fault == "none":
         assert run.status() == []
-        assert verdict.message() == "flight recorder: nothing triggered, and no iteration is stored"
+        assert verdict.message() == "flight recorder: no trigger occurred, and no iteration is stored"
         return
     assert run.iterations == [*BEFORE, FAULTY_ITERATION, FAULTY_ITERATION + 1]
     assert [one.text for one in run.triggers()] == ["the validation fell"]

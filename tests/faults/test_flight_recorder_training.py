@@ -111,7 +111,7 @@ def test_the_first_line_names_the_cause(tmp_path: Path, capsys: pytest.CaptureFi
             if iteration == 8:
                 capture.trigger("the loss is no number")
             optimizer.step()
-    lines = [line for line in capsys.readouterr().err.splitlines() if "what is held is stored" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "the held iterations are stored:" in line]
     # A NaN in the next layer and the program's own word follow from it.
     assert re.search(r"iteration 8, rank 0: \d+ of 64 values of 0 forward pre weight are infinite", lines[0]), lines
     assert sum("iteration 8" in line for line in lines) == 1

@@ -287,7 +287,7 @@ def test_the_minimum_is_what_was_planned(tmp_path: Path) -> None:
     verdict = open_run(one.url).verdict()
     assert not verdict.met
     assert verdict.complete == [0, *reply.iterations]
-    assert "were asked for while the training ran, and count for no minimum" in verdict.message()
+    assert "were requested while the training ran, and do not count for the minimum" in verdict.message()
 
 
 def test_nobody_answers_whose_rank_0_is_gone(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
         threads = [threading.Thread(target=lambda: replies.append(trigger(one.url))) for _ in range(2)]
         for thread in threads:
             thread.start()
-        with pytest.raises(CaptureError, match="a flight recorder stores what it holds"):
+        with pytest.raises(CaptureError, match="a flight recorder stores the iterations that it holds"):
             trigger(one.url, iterations=2)
         for thread in threads:
             thread.join()
@@ -347,7 +347,7 @@ def test_a_flight_recorder_stores_what_it_holds(tmp_path: Path) -> None:
     run = open_run(one.url)
     happened = run.triggers()
     assert {(trigger.kind.value, trigger.text.partition(" ")[2]) for trigger in happened} == {
-        ("user", "asked for it (ranktape trigger)")
+        ("user", "requested it (ranktape trigger)")
     }
     assert len(happened) == len(replies) + 1 + len(told)
     for reply in replies:

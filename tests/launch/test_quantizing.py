@@ -195,10 +195,10 @@ def test_a_deep_compiled_training_is_told_once_how_it_is_recorded_and_quantised_
     options = ("--capture", "run", "--quant", "mxfp8", "--start-at", "1")
     ended = python(*LAUNCH, *options, "train.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    [line] = [line for line in ended.stderr.splitlines() if "the training compiles" in line]
+    [line] = [line for line in ended.stderr.splitlines() if "the compiled code" in line]
     assert line == (
-        "ranktape: what the training compiles runs eagerly in captured iterations (1), where results may differ in the "
-        "last bits: graphs do not show layers of the class QuantizedLinear"
+        "ranktape: the compiled code of the training runs eagerly in captured iterations (1), where results may differ "
+        "in the last bits: graphs do not show layers of the class QuantizedLinear"
     )
     # With a recompilation of what quantises for each layer dynamo would reach its limit.
     assert "recompile_limit" not in ended.stderr

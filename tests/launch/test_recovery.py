@@ -192,7 +192,7 @@ def test_a_place_without_runs_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         (["runs", "rnu"], 1, r"there is nothing at .*; beside it there is run\n"),
         (["check", "nosuch://bucket/run"], 2, r"nosuch"),
         (["check", "run", "--storage-options", "{"], 2, r"--storage-options is not JSON"),
-        (["cp", "run", "run"], 2, r"is or lies in"),
+        (["cp", "run", "run"], 2, r"overlaps with"),
         (["cp", "run"], 2, r"Missing argument 'URL'"),
         (["export", "run"], 2, "Missing argument 'DIR'"),
         (["repair", "run", "--min-age", "-1"], 2, r"--min-age"),

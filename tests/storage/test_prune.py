@@ -141,7 +141,7 @@ def test_a_damaged_run_can_be_deleted(path: Path) -> None:
     [
         ([], "give what to remove"),
         (["--keep-last", "1", "--iteration", "0"], "give what to remove"),
-        (["--iteration", "5"], "fits none of the complete iterations"),
+        (["--iteration", "5"], "matches none of the complete iterations"),
         (["--keep-last", "1"], "add --yes"),
     ],
 )

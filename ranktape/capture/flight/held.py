@@ -103,27 +103,27 @@ class HeldIteration:
     @property
     def is_judged(self) -> bool:
         """Whether all tensors are judged."""
-        return all(one.judged.done() for one in self.tensors)
+        return all(tensor.judged.done() for tensor in self.tensors)
 
     @property
     def in_ring(self) -> list[TensorInFlight]:
         """The tensors that are still in the ring and are judged, so that their values may be reduced."""
-        return [one for one in self.tensors if one.slot is not None and one.judged.done()]
+        return [tensor for tensor in self.tensors if tensor.slot is not None and tensor.judged.done()]
 
     def close(self, slot: Slot, *, skip: str | None = None) -> None:
         """Take the slot of its end, with the reason if the rank skipped it."""
         self.words.append(slot)
         self.end, self.skip, self.ended_at = (slot if skip is None else None), skip, time.monotonic()
 
-    def free_words(self, ring: RingConsumer) -> None:
+    def free_boundaries(self, ring: RingConsumer) -> None:
         """Free the slots of its start, and of its end or skip; `end` and `skip` stay valid."""
         for slot in self.words:
             ring.free(slot)
         self.words.clear()
 
-    def let_go(self, ring: RingConsumer) -> None:
+    def release(self, ring: RingConsumer) -> None:
         """Free all of its slots."""
-        for slot in (*self.words, *(one.slot for one in self.tensors)):
+        for slot in (*self.words, *(tensor.slot for tensor in self.tensors)):
             if slot is not None:
                 ring.free(slot)
         self.words.clear()
@@ -149,21 +149,24 @@ def take_over(
     """
     judging = ring.counter(Counter.JUDGING) - 1
     stored = committer.uncommitted()
-    lefts = read_slots(ring, ends=ends)
-    at_work = {judging} if judging >= 0 else {min(stored & lefts.keys(), default=-1)}
+    leftovers = read_slots(ring, ends=ends)
+    at_work = {judging} if judging >= 0 else {min(stored & leftovers.keys(), default=-1)}
     held: list[Slot] = []
-    for iteration, left in lefts.items():
-        has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in left.words)
+    for iteration, leftover in leftovers.items():
+        has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in leftover.words)
         is_given_up = given_up is not None and iteration in at_work
         if given_up is not None and is_given_up and iteration in stored:
             committer.mark(iteration, Mark.FAILED, given_up)
-        if left.is_over and iteration in stored and not is_given_up:
-            committer.recover(iteration, left)
-        elif is_given_up or (left.is_over and not has_end):
-            for slot in (*left.words, *left.tensors):  # without an end in the ring, its values were being reduced
+        if leftover.is_over and iteration in stored and not is_given_up:
+            committer.recover(iteration, leftover)
+        elif is_given_up or (leftover.is_over and not has_end):
+            for slot in (
+                *leftover.words,
+                *leftover.tensors,
+            ):  # without an end in the ring, its values were being reduced
                 ring.free(slot)
         else:
-            held += (*left.words, *left.tensors)
+            held += (*leftover.words, *leftover.tensors)
     return sorted(held, key=lambda slot: slot.end)
 
 
@@ -175,25 +178,29 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
         like: The header of the end of an earlier iteration; empty if none has finished.
         reason: Why the iteration did not finish.
     """
-    came = {one.site for one in held.tensors}
+    recorded_sites = {tensor.site for tensor in held.tensors}
     missing: dict[str, list[str]] = {}
     num_expected = 0
     lines: Sequence[str] = like.get("expected", ())
     for line in lines:
-        place, _, names = line.partition(": ")
-        module = place.partition(" (")[0]
+        site, _, names = line.partition(": ")
+        module = site.partition(" (")[0]
         for name in names.split(", "):
             num_expected += 1
-            if (module, name) not in came:
-                missing.setdefault(place, []).append(name)
+            if (module, name) not in recorded_sites:
+                missing.setdefault(site, []).append(name)
     num_missing = sum(map(len, missing.values()))
-    silent = {f"{place} {', '.join(names)}": reason for place, names in list(missing.items())[:MAX_PLACES]}
+    silent = {f"{site} {', '.join(names)}": reason for site, names in list(missing.items())[:MAX_PLACES]}
     if len(missing) > MAX_PLACES:
         silent[f"and {len(missing) - MAX_PLACES} more"] = reason
     # If it is not known which tensors are missing, only the reason is recorded.
     silent = silent or {"the end of the iteration": reason}
     counts = {"num_expected": num_expected, "num_missing": num_missing} if lines else {}
-    recorded = f"{num_expected - num_missing} of {num_expected} expected tensors" if lines else f"{len(came)} tensors"
+    recorded = (
+        f"{num_expected - num_missing} of {num_expected} expected tensors"
+        if lines
+        else f"{len(recorded_sites)} tensors"
+    )
     # An iteration without tensors expects none: it was cut off before any was due.
     expected = list(lines) if held.tensors else []
     return {"expected": expected, "silent_sites": silent, "cut_off": f"{reason}, after {recorded}", **counts}

@@ -72,8 +72,8 @@ def read_site_triggers(values: Any) -> tuple[SiteTrigger, ...]:
     Raises:
         UsageError: a limit is not valid.
     """
-    given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
-    return tuple(_read(rule) for text in given if is_given(text) for rule in _split(str(text)))
+    texts: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
+    return tuple(_read(rule) for text in texts if is_given(text) for rule in _split(str(text)))
 
 
 _PART = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^;'"]+|.""", re.DOTALL)
@@ -150,8 +150,8 @@ def judge(triggers: Sequence[SiteTrigger], info: RecordInfo, statistics_of: Call
         values: dict[str, float] = {}
 
         def metric_of(name: str, /, *, values: dict[str, float] = values) -> Column:
-            found = _of_overflow(info, name) if name in OF_OVERFLOW else getattr(statistics_of(), name)
-            values[name] = np.nan if found is None else float(found)
+            value = _of_overflow(info, name) if name in OF_OVERFLOW else getattr(statistics_of(), name)
+            values[name] = np.nan if value is None else float(value)
             return np.array([values[name]])
 
         if trigger.condition.mask(metric_of)[0]:
@@ -163,10 +163,10 @@ def judge(triggers: Sequence[SiteTrigger], info: RecordInfo, statistics_of: Call
 
 
 def _of_overflow(info: RecordInfo, name: str) -> Any:
-    found: Any = info
+    value: Any = info
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _field(info: RecordInfo, name: str, /) -> Column:

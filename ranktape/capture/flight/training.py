@@ -6,7 +6,7 @@ notices.
 
 Triggers are written into the run, where the writer processes of all ranks find them. Because the run's store may be
 slow or unavailable, a thread of the trainer also exchanges their iterations through the launch's key-value store. It
-has its own connection. A collective that hangs does not block it, and nothing waits for it.
+has its handler_of_ours connection. A collective that hangs does not block it, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Signals:
         """Restore the program's handlers, unless the program has replaced ours since."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before, own in self._replaced:
-            if signal.getsignal(number) is own:
+        for number, before, handler_of_ours in self._replaced:
+            if signal.getsignal(number) is handler_of_ours:
                 signal.signal(number, before)
         self._replaced.clear()
 
@@ -75,11 +75,11 @@ class Peers:
 
     def __init__(self, bulletin: Bulletin, *, ring: RingProducer, world_size: int) -> None:
         """Start the thread."""
-        from ranktape.capture.flight.watch import look_seconds
+        from ranktape.capture.flight.watch import poll_seconds
 
         self._bulletin = bulletin
         self._ring = ring
-        self._seconds = look_seconds(world_size)
+        self._seconds = poll_seconds(world_size)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-peers", daemon=True)
         self._thread.start()
@@ -93,16 +93,16 @@ class Peers:
         self._thread.join(_STOP_SECONDS)
 
     def _watch(self) -> None:
-        told = 0
+        reported = 0
         while not self._is_over.wait(self._seconds):
             try:
-                if (value := self._ring.counter(Counter.HAPPENED)) != told:
-                    told = value
+                if (value := self._ring.counter(Counter.HAPPENED)) != reported:
+                    reported = value
                     self._bulletin.post(str(iteration_of(value)))
-                news = self._bulletin.news()
+                messages = self._bulletin.new_messages()
                 if self._is_over.is_set():
                     return
-                for text in news:
+                for text in messages:
                     elsewhere = noted(self._ring.counter(Counter.ELSEWHERE), int(text))
                     self._ring.set_counter(Counter.ELSEWHERE, elsewhere)
             except dist.DistError:

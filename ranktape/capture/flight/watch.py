@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.backend import Backend
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """Shortest time between two polls of one rank, on a store that answers fast."""
 
-LOOKS_PER_SECOND = 200
+POLLS_PER_SECOND = 200
 """Largest number of polls of all ranks together, as object stores charge for each request."""
 
-MAX_LOOK_SECONDS = 10.0
+MAX_POLL_SECONDS = 10.0
 """Longest time between two polls, on a store that is slow or does not answer."""
 
 _SHARE = 10
@@ -35,37 +35,37 @@ _SHARE = 10
 _RETRY_SECONDS = 1.0
 
 
-def look_seconds(world_size: int) -> float:
+def poll_seconds(world_size: int) -> float:
     """The time between two polls of each of `world_size` ranks."""
-    return max(LOOK_SECONDS, world_size / LOOKS_PER_SECOND)
+    return max(POLL_SECONDS, world_size / POLLS_PER_SECOND)
 
 
 class TriggerWatch:
     """A thread that writes this rank's triggers and reads those of the others."""
 
     def __init__(
-        self, backend: Backend, *, attempt: Attempt, rank: int, say: Callable[..., None], is_successor: bool = False
+        self, backend: Backend, *, attempt: Attempt, rank: int, report: Callable[..., None], is_successor: bool = False
     ) -> None:
         """Start the thread. The successor of a killed writer also reads the triggers of its predecessor."""
         self._backend = backend
         self._attempt = attempt
         self._rank = rank
-        self._say = say
+        self._report = report
         size = attempt.launch.world_size
-        self._least_seconds = look_seconds(size)
+        self._least_seconds = poll_seconds(size)
         self.seconds = self._least_seconds
         """Current time between two polls, which depends on how fast the store answers."""
-        self._is_alone = size == 1
-        self._forgets_own = not is_successor
+        self._is_only_rank = size == 1
+        self._ignores_own = not is_successor
         self._outbox: dict[str, tuple[Trigger, int]] = {}
         """The triggers to write and their numbers, by the names of the documents."""
         self._is_due = False
         self._num_in: defaultdict[int, int] = defaultdict(int)
         self._numbers: dict[TriggerKind, int] = {}
         self._known: set[str] = set()
-        self._found: deque[Trigger] = deque()
+        self._new_triggers: deque[Trigger] = deque()
         self._changed = threading.Condition()
-        self._looking = threading.Lock()
+        self._poll_lock = threading.Lock()
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="ranktape-triggers", daemon=True)
         self._thread.start()
@@ -91,14 +91,14 @@ class TriggerWatch:
     def found(self) -> list[Trigger]:
         """The triggers of other ranks that were found since the last call."""
         found = []
-        while self._found:
-            found.append(self._found.popleft())
+        while self._new_triggers:
+            found.append(self._new_triggers.popleft())
         return found
 
-    def last_look(self, *, seconds: float) -> None:
+    def last_poll(self, *, seconds: float) -> None:
         """Poll once more and write the remaining triggers; failures are retried for at most `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self._post_and_look() and time.monotonic() < deadline:
+        while not self._write_and_poll() and time.monotonic() < deadline:
             time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class TriggerWatch:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._thread.join(MAX_LOOK_SECONDS)
+        self._thread.join(MAX_POLL_SECONDS)
 
     def _watch(self) -> None:
         while True:
@@ -115,17 +115,17 @@ class TriggerWatch:
                 if self._is_over:
                     return
             began = time.monotonic()
-            is_well = self._post_and_look()
+            is_well = self._write_and_poll()
             took = time.monotonic() - began
             if is_well:
-                self.seconds = min(MAX_LOOK_SECONDS, max(self._least_seconds, _SHARE * took))
+                self.seconds = min(MAX_POLL_SECONDS, max(self._least_seconds, _SHARE * took))
             else:
-                self.seconds = min(MAX_LOOK_SECONDS, max(_RETRY_SECONDS, 2 * self.seconds))
+                self.seconds = min(MAX_POLL_SECONDS, max(_RETRY_SECONDS, 2 * self.seconds))
                 time.sleep(_RETRY_SECONDS)
 
-    def _post_and_look(self) -> bool:
+    def _write_and_poll(self) -> bool:
         """Write the remaining triggers and read new ones; returns whether the store allowed both."""
-        with self._looking:
+        with self._poll_lock:
             try:
                 while self._outbox:
                     name, (trigger, number) = next(iter(self._outbox.items()))
@@ -135,16 +135,18 @@ class TriggerWatch:
                             del self._outbox[name]
                 with self._changed:
                     self._is_due = any(trigger.is_stored for trigger, _ in self._outbox.values())
-                if not (self._is_alone and self._forgets_own):
+                if not (self._is_only_rank and self._ignores_own):
                     names = list_triggers(self._backend, self._attempt) - self._known
-                    found = read_triggers(self._backend, self._attempt, names)
-                    self._found.extend(one for one in found if one.rank != self._rank or not self._forgets_own)
-                    self._forgets_own = True
+                    triggers = read_triggers(self._backend, self._attempt, names)
+                    self._new_triggers.extend(
+                        trigger for trigger in triggers if trigger.rank != self._rank or not self._ignores_own
+                    )
+                    self._ignores_own = True
                     self._known |= names
             except StorageError as error:
-                self._say(notice=f"what happened cannot be told to the other ranks yet, or heard from them: {error}")
+                self._report(notice=f"triggers cannot be exchanged with the other ranks yet: {error}")
                 return False
             except RanktapeError as error:
-                self._say(problem=f"the triggers of this run cannot be read: {error}")
+                self._report(problem=f"the triggers of this run cannot be read: {error}")
                 return False
             return True

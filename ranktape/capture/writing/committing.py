@@ -44,7 +44,7 @@ from ranktape.storage.places.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OwedMark:
+class PendingMark:
     """A marker that is still to be written."""
 
     iteration: int
@@ -66,25 +66,27 @@ class Committer:
         self,
         storer: Storer,
         *,
-        say: Callable[..., None],
-        on_word: Callable[[int], None],
+        report: Callable[..., None],
+        on_settled: Callable[[int], None],
         num_committed: int = 0,
     ) -> None:
-        """Start; `on_word` is called with each iteration that the rank has settled."""
+        """Start; `on_settled` is called with each iteration that the rank has settled."""
         self._storer = storer
         self._rank_writer = storer.rank_writer
         self._ring = storer.ring
         self._backend = storer.backend
         # Without retries, except for a flight recorder, of which any held iteration may be wanted.
-        self._left_backend: Backend = storer.backend if storer.config.options.record_last is None else storer.retrying
+        self._recovery_backend: Backend = (
+            storer.backend if storer.config.options.record_last is None else storer.retrying
+        )
         self._spill = storer.spill
         self._attempt = storer.attempt
         self._rank = storer.config.rank
-        self._say = say
-        self._on_word = on_word
+        self._report = report
+        self._on_settled = on_settled
         # Commits flush the disk. Meanwhile, the tensors of the next iteration are stored.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ranktape-commit")
-        self._owed: list[_OwedMark] = []
+        self._pending_marks: list[PendingMark] = []
         self._lock = threading.Lock()
         self.num_committed = num_committed
         """Number of iterations that the rank has committed."""
@@ -106,11 +108,11 @@ class Committer:
 
     def mark(self, iteration: int, mark: Mark, reason: str) -> None:
         """Write that an iteration is not recorded, when all before it are settled."""
-        self._submit(self._mark, _OwedMark(iteration=iteration, mark=mark, reason=reason))
+        self._submit(self._mark, PendingMark(iteration=iteration, mark=mark, reason=reason))
 
-    def recover(self, iteration: int, left: Left) -> None:
+    def recover(self, iteration: int, leftover: Leftover) -> None:
         """Settle an iteration that had finished before the previous writer was killed, and free its slots."""
-        self._submit(self._recover, iteration, left)
+        self._submit(self._recover, iteration, leftover)
 
     def close(self) -> None:
         """Wait for all submitted work, and try once more to write the owed markers."""
@@ -121,21 +123,21 @@ class Committer:
         """Cancel the work that has not started."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _submit(self, work: Callable[..., None], *given: Any) -> None:
+    def _submit(self, work: Callable[..., None], *args: Any) -> None:
         def guarded() -> None:
             try:
-                work(*given)
+                work(*args)
             except Exception as error:  # noqa: BLE001  # a defect of ours is reported, and later work goes on
-                self._say(problem=f"a commit went wrong: {type(error).__name__}: {error}")
+                self._report(problem=f"a commit failed: {type(error).__name__}: {error}")
                 traceback.print_exc()
 
         self._pool.submit(guarded)
 
-    def _commit(self, staged: Staged, end: Slot | None, words: dict[str, Any] | None = None) -> None:
-        header = words or ({"expected": [], "silent_sites": {}} if end is None else end.header)
+    def _commit(self, staged: Staged, end: Slot | None, cut_off_header: dict[str, Any] | None = None) -> None:
+        header = cut_off_header or ({"expected": [], "silent_sites": {}} if end is None else end.header)
         num_tensors = header.get("num_tensors", staged.num_tensors)
         if num_tensors != staged.num_tensors:
-            self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors came out of the ring")
+            self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors were read from the ring")
 
         why_spilled: str | None = None
 
@@ -145,21 +147,21 @@ class Committer:
 
         failure, waits_in = self._storer.finish(staged, commit), None
         if failure is not None and staged.lacks_space and self._spill is None:
-            failure = f"{failure}; --spill-dir DIR takes what the store has no room for, until 'ranktape push'"
+            failure = f"{failure}; with --spill-dir DIR, such iterations are written to DIR until 'ranktape push'"
         if failure is None and self._spill is not None and why_spilled is not None:
             waits_in = self._spill.place
-            failure = f"it waits in {waits_in} for 'ranktape push', as the store did not take it ({why_spilled})"
+            failure = f"it waits in {waits_in} for 'ranktape push', because the store failed ({why_spilled})"
         if failure is None:
             self.num_committed += 1
             if lost := lost_tensors(staged.notes):
-                place, reason = next(iter(lost.items()))
-                self._say(notice=f"iteration {staged.iteration}: {len(lost)} tensors are lost ({place}: {reason})")
-            self._had_word(staged.iteration)
+                site, reason = next(iter(lost.items()))
+                self._report(notice=f"iteration {staged.iteration}: {len(lost)} tensors are lost ({site}: {reason})")
+            self._note_settled(staged.iteration)
             self._settle()
         else:
             lacks_space = staged.lacks_space and waits_in is None
             self._mark(
-                _OwedMark(
+                PendingMark(
                     iteration=staged.iteration,
                     mark=Mark.FAILED,
                     reason=failure,
@@ -168,31 +170,33 @@ class Committer:
                 )
             )
 
-    def _recover(self, iteration: int, left: Left) -> None:
+    def _recover(self, iteration: int, leftover: Leftover) -> None:
         try:
             with self._storer.trying():
-                is_committed, reason = self._settle_left(iteration, left)
+                is_committed, reason = self._settle_leftover(iteration, leftover)
         except RanktapeError as error:
             self._rank_writer.abandon(iteration)
-            self._mark(_OwedMark(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
+            self._mark(PendingMark(iteration=iteration, mark=Mark.FAILED, reason=str(error)))
         else:
             if reason is not None:
-                self._say(problem=f"iteration {iteration} is not stored by rank {self._rank}: {reason}")
+                self._report(problem=f"iteration {iteration} is not stored by rank {self._rank}: {reason}")
             self.num_committed += is_committed
-            self._had_word(iteration)
+            self._note_settled(iteration)
         finally:
-            for slot in (*left.words, *left.tensors):
+            for slot in (*leftover.words, *leftover.tensors):
                 self._ring.free(slot)
 
     def uncommitted(self) -> set[int]:
         """The iterations with stored objects of this rank."""
-        return layout.iterations_named(self._left_backend.list_names(layout.rank_path(self._attempt.path, self._rank)))
+        return layout.iterations_named(
+            self._recovery_backend.list_names(layout.rank_path(self._attempt.path, self._rank))
+        )
 
     def adopt(self, iteration: int) -> set[str]:
         """Take over the undamaged stored tensors of an iteration, and delete the others; returns their sites."""
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         suffix = f"/{layout.DOCUMENT}"
-        names = [key.removesuffix(suffix) for key in self._left_backend.list_keys(group) if key.endswith(suffix)]
+        names = [key.removesuffix(suffix) for key in self._recovery_backend.list_keys(group) if key.endswith(suffix)]
         sites: set[str] = set()
         # Stacks first: a tensor whose values were given up may be in a stack as a histogram, although its values are
         # stored too.
@@ -200,31 +204,31 @@ class Committer:
             if name == layout.CATALOGUE:
                 continue
             key = layout.document_key(f"{group}/{name}")
-            document = read_document(self._left_backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
+            document = read_document(self._recovery_backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
             try:
-                member = decode_document(document, place=f"{self._left_backend.url}/{key}", key=key)
+                member = decode_document(document, place=f"{self._recovery_backend.url}/{key}", key=key)
                 entries = _entries_of(name, member)
                 if member["node_type"] == "array":
                     read_stored(
-                        self._left_backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}")
+                        self._recovery_backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}")
                     )
                 self._rank_writer.adopt(iteration, name=name, entries=entries)
             except StorageError:
                 raise
             except (RanktapeError, KeyError, TypeError):
                 # It was being written: it is still in the ring, or counts as lost.
-                self._left_backend.delete(f"{group}/{name}")
+                self._recovery_backend.delete(f"{group}/{name}")
                 continue
             sites |= {entry.site for entry in entries}
         return sites
 
-    def _settle_left(self, iteration: int, left: Left) -> tuple[bool, str | None]:
+    def _settle_leftover(self, iteration: int, leftover: Leftover) -> tuple[bool, str | None]:
         """Commit an iteration, or write why it is lost, unless the rank has settled it already.
 
         Returns:
             Whether it was committed, and why not; None as the reason if it was, or if it was settled already.
         """
-        attempt, backend = self._attempt.path, self._left_backend
+        attempt, backend = self._attempt.path, self._recovery_backend
         for mark in Mark:
             if read_attributes(backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
                 return False, None
@@ -235,11 +239,11 @@ class Committer:
         if commit is not None:
             mark_committed(backend, attempt, self._rank, iteration, commit=commit)
             return True, None
-        if left.skip is not None:
-            self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": left.skip})
+        if leftover.skip is not None:
+            self._rank_writer.mark(iteration, mark=Mark.SKIPPED, attributes={"reason": leftover.skip})
             return False, None
         try:
-            self._commit_left(iteration, left)
+            self._commit_leftover(iteration, leftover)
         except (CaptureError, DataError, KeyError, TypeError, ValueError) as error:
             is_ours = isinstance(error, RanktapeError)
             reason = str(error) if is_ours else f"what the ring says of it is damaged: {error!r}"
@@ -248,18 +252,18 @@ class Committer:
             return False, reason
         return True, None
 
-    def _commit_left(self, iteration: int, left: Left) -> None:
+    def _commit_leftover(self, iteration: int, leftover: Leftover) -> None:
         """Commit an iteration from its tensors in the store and in the ring.
 
         Raises:
             CaptureError: it did not finish, or tensors are missing.
         """
-        if left.end is None:
+        if leftover.end is None:
             raise CaptureError(f"the processes of rank {self._rank} were ended in the middle of the iteration")
-        header = left.end
+        header = leftover.end
         stored = self.adopt(iteration)
-        missing = [slot for slot in left.tensors if site_of(slot) not in stored]
-        num_lost = sum(slot.kind is SlotKind.LOST for slot in left.notes)
+        missing = [slot for slot in leftover.tensors if site_of(slot) not in stored]
+        num_lost = sum(slot.kind is SlotKind.LOST for slot in leftover.notes)
         num_found, num_tensors = len(stored) + len(missing) + num_lost, int(header["num_tensors"])
         if num_found != num_tensors:
             raise CaptureError(
@@ -268,52 +272,55 @@ class Committer:
             )
         for slot in missing:
             array, info = staged_record(slot, rank=self._rank, attempt=self._attempt.number)
-            kept, kept_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
-            self._rank_writer.write(kept, info=kept_info)
-        self._rank_writer.commit(iteration, **expectations(header, notes=left.notes))
+            stored_array, stored_info = reduce_to(slot.header.get("keep", ""), array, info=info) or (array, info)
+            self._rank_writer.write(stored_array, info=stored_info)
+        self._rank_writer.commit(iteration, **expectations(header, notes=leftover.notes))
 
-    def _mark(self, word: _OwedMark) -> None:
-        self._say(problem=f"iteration {word.iteration} is not stored by rank {self._rank}: {word.reason}")
+    def _mark(self, pending: PendingMark) -> None:
+        self._report(problem=f"iteration {pending.iteration} is not stored by rank {self._rank}: {pending.reason}")
         with self._lock:
-            self._owed.append(word)
+            self._pending_marks.append(pending)
         self._settle()
-        self._had_word(word.iteration)
+        self._note_settled(pending.iteration)
 
-    def _had_word(self, iteration: int) -> None:
+    def _note_settled(self, iteration: int) -> None:
         self._ring.advance(Counter.SETTLED)
-        self._say(num_committed=self.num_committed)
-        self._on_word(iteration)
+        self._report(num_committed=self.num_committed)
+        self._on_settled(iteration)
 
     def _settle(self) -> None:
         """Write the owed markers until the store fails."""
-        while self._owed:
-            word = self._owed[0]
+        while self._pending_marks:
+            pending = self._pending_marks[0]
             try:
-                self._write(word)
+                self._write(pending)
             except RanktapeError as error:
-                self._say(problem=f"iteration {word.iteration}: {word.reason}; and that cannot be written: {error}")
+                self._report(
+                    problem=f"iteration {pending.iteration}: {pending.reason}; "
+                    f"this cannot be written to the store: {error}"
+                )
                 return
             with self._lock:
-                self._owed.pop(0)
+                self._pending_marks.pop(0)
 
-    def _write(self, word: _OwedMark) -> None:
-        attempt, iteration = self._attempt.path, word.iteration
+    def _write(self, pending: PendingMark) -> None:
+        attempt, iteration = self._attempt.path, pending.iteration
         check_attempt(self._backend, self._attempt)
         group = layout.rank_iteration_path(attempt, self._rank, iteration)
-        is_failed = word.mark is Mark.FAILED
+        is_failed = pending.mark is Mark.FAILED
         commit = read_document(self._backend, group, max_nbytes=MAX_COMMIT_NBYTES) if is_failed else None
         if commit is not None:
             # The response to the last request was lost, or its marker could not be written: it is complete anyway.
             self.num_committed += 1
             mark_committed(self._backend, attempt, self._rank, iteration, commit=commit)
             return
-        if word.lacks_space:
+        if pending.lacks_space:
             # First, because it may be what fills the store.
             self._backend.delete(group)
         if self._storer.config.is_first:
             open_iteration(self._backend, attempt=self._attempt, iteration=iteration)
-        words = {"reason": word.reason} | ({} if word.waits_in is None else {SPILLED_KEY: word.waits_in})
-        write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, word.mark), words)
+        attributes = {"reason": pending.reason} | ({} if pending.waits_in is None else {SPILLED_KEY: pending.waits_in})
+        write_group(self._backend, layout.marker_path(attempt, iteration, self._rank, pending.mark), attributes)
 
 
 NEVER_CAME = "the device had not copied it when the capture ended"
@@ -321,7 +328,7 @@ NEVER_CAME = "the device had not copied it when the capture ended"
 
 
 @dataclass(slots=True)
-class Left:
+class Leftover:
     """The slots of an iteration in a ring."""
 
     tensors: list[Slot] = field(default_factory=list)
@@ -343,7 +350,7 @@ class Left:
         """Whether it has finished or was skipped."""
         return self.end is not None or self.skip is not None
 
-    def learn(self, kind: SlotKind, header: Mapping[str, Any]) -> None:
+    def add_header(self, kind: SlotKind, header: Mapping[str, Any]) -> None:
         """Take the header of an end or of a skip; others are ignored."""
         if kind is SlotKind.END:
             self.end = header
@@ -351,26 +358,26 @@ class Left:
             self.skip = str(header["reason"])
 
 
-def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Left]:
+def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str, Any]]] = ()) -> dict[int, Leftover]:
     """The slots of a ring, by iteration; none is freed.
 
     Args:
         ring: The ring, of which no slot is taken yet.
         ends: Slots of ends that may be free already but still count: end, kind and header of each.
     """
-    left: dict[int, Left] = {}
+    leftovers: dict[int, Leftover] = {}
     published = ring.counter(Counter.PUBLISHED)
     for end, kind, header in ends:
         if end <= published:
-            left.setdefault(int(header["iteration"]), Left()).learn(SlotKind(kind), header)
+            leftovers.setdefault(int(header["iteration"]), Leftover()).add_header(SlotKind(kind), header)
     while (slot := ring.take(published)) is not None:
-        one = left.setdefault(int(slot.header["iteration"]), Left())
+        leftover = leftovers.setdefault(int(slot.header["iteration"]), Leftover())
         if slot.kind is SlotKind.TENSOR:
-            one.tensors.append(slot)
+            leftover.tensors.append(slot)
         else:
-            one.words.append(slot)
-            one.learn(slot.kind, slot.header)
-    return left
+            leftover.words.append(slot)
+            leftover.add_header(slot.kind, slot.header)
+    return leftovers
 
 
 def _entries_of(name: str, member: Mapping[str, Any]) -> list[CatalogueEntry]:

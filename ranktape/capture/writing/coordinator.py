@@ -51,7 +51,7 @@ ASK_SECONDS = 1.0
 
 _LEAST_NOTICE_SECONDS = 2.0
 
-_LOOK_SECONDS = 2.0
+_REQUEST_POLL_SECONDS = 2.0
 """Time between two polls of the coordinator for requests."""
 
 _RANKS_PER_SECOND = 100.0
@@ -68,13 +68,13 @@ _POLL_SECONDS = 0.25
 QUIET_SECONDS = 20.0
 """Longest wait for ranks of which nothing arrives in the store, after the training has failed."""
 
-_MAX_LOOKED_AT = 64
+_MAX_COUNTED_RANKS = 64
 """Largest number of ranks whose keys are counted."""
 
 _MAX_POLL_SECONDS = 5.0
 
 
-MAX_ASKED = 10_000
+MAX_REQUESTED = 10_000
 """Largest number of requested iterations of an attempt. The plan, which all ranks read, contains all of them."""
 
 MAX_REPLACED = 3
@@ -83,7 +83,7 @@ MAX_REPLACED = 3
 ENDED = "the training has ended"
 """The refusal of requests after the end of the training."""
 
-_RECORDER = "a flight recorder stores what it holds: how much that is, --record-last has said"
+_RECORDER = "a flight recorder stores the iterations that it holds: give neither a number of iterations nor settings"
 
 
 class Coordinator:
@@ -130,22 +130,22 @@ class Coordinator:
         self._store_held = store_held
         self._answered: set[str] = set()
         self._num_replaced: dict[str, int] = {}
-        self._next_look = 0.0
-        self._look_seconds = 0.0
-        self._look_began: float | None = None
+        self._next_poll_at = 0.0
+        self._poll_took_seconds = 0.0
+        self._poll_began: float | None = None
         self._notices = 0
         self._started = (time.monotonic(), step())
-        self._lately = self._started
+        self._last_poll = self._started
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranktape-coordinator", daemon=True)
         self._undecided = set(plan.iterations)
         self._committed: set[int] = set()
-        self._refused: set[int] = set()
-        self._owes_plan = is_successor
+        self._not_recorded: set[int] = set()
+        self._must_write_plan = is_successor
         self._seen: Progress | None = None
         self._lock = threading.Lock()
-        self._earlier: list[tuple[Attempt, int]] | None = None
-        self._whole: dict[int, bool] = {}
+        self._earlier_iterations: list[tuple[Attempt, int]] | None = None
+        self._is_whole: dict[int, bool] = {}
         self.complete: set[int] = set()
         self.problems: dict[str, str] = {}
 
@@ -158,7 +158,7 @@ class Coordinator:
         self._committed.add(iteration)
         if self._options.keep_last is not None:
             # Before the rank commits another iteration, so that there are never more than are kept.
-            self._look()
+            self._poll_progress()
 
     def finish(self, *, ended: str = "", has_failed: Callable[[], bool] = lambda: False) -> RunVerdict:
         """Stop watching, wait for the other ranks for at most `finish_timeout_seconds`, and write the verdict.
@@ -171,51 +171,51 @@ class Coordinator:
         self._stop.set()
         self._thread.join()
         deadline = time.monotonic() + self._options.finish_timeout_seconds
-        self._next_look = 0.0
+        self._next_poll_at = 0.0
         size = self._attempt.launch.world_size
         pause, seen = _POLL_SECONDS, None
         arrived, arrived_at = None, time.monotonic()
         while True:
             self._answer(refusal=ENDED)
-            progress = self._look()
+            progress = self._poll_progress()
             if progress is not None:
                 if not is_attempt_there(self._backend, self._attempt):
                     break  # deleted or replaced: writing the verdict says so
                 given_up = self._given_up()
                 self.problems |= {f"rank {rank}": text for rank, text in given_up.items() if text}
                 all_closed = len(progress.closed | given_up.keys()) == size
-                had = progress.complete | progress.dropped
+                done = progress.complete | progress.dropped
                 is_planned = self._options.record_last is None
-                is_enough = is_planned and len(had | set(self._attempt.completed)) >= self._options.target_iterations
-                if all_closed or (progress.opened <= had and is_enough):
+                is_enough = is_planned and len(done | set(self._attempt.completed)) >= self._options.target_iterations
+                if all_closed or (progress.opened <= done and is_enough):
                     break
             now = time.monotonic()
-            found = self._arrived(progress) if has_failed() else None
-            if found is None or found != arrived:
-                arrived, arrived_at = found, now
+            num_arrived = self._count_arrived(progress) if has_failed() else None
+            if num_arrived is None or num_arrived != arrived:
+                arrived, arrived_at = num_arrived, now
             if now > deadline or now - arrived_at > QUIET_SECONDS:
                 break
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             time.sleep(pause)
         return write_verdict(self._backend, attempt=self._attempt, problems=self.problems, ended=ended)
 
-    def _arrived(self, progress: Progress | None) -> list[int] | None:
+    def _count_arrived(self, progress: Progress | None) -> list[int] | None:
         """The amount that the ranks that are not closed have stored, for comparison; None if the store fails."""
         if progress is None:
             return None
-        ranks = sorted(set(self._attempt.launch.ranks) - progress.closed)[:_MAX_LOOKED_AT]
+        ranks = sorted(set(self._attempt.launch.ranks) - progress.closed)[:_MAX_COUNTED_RANKS]
         try:
-            keys = for_each(lambda rank: self._keys_of(progress, rank), ranks)
+            keys = for_each(lambda rank: self._count_keys(progress, rank), ranks)
         except StorageError:
             return None
         return [*ranks, *keys, sum(map(len, progress.marks.values()))]
 
-    def _keys_of(self, progress: Progress, rank: int) -> int:
+    def _count_keys(self, progress: Progress, rank: int) -> int:
         """The number of keys of the iterations that a rank has not settled."""
         path = self._attempt.path
         begun = layout.iterations_named(self._backend.list_names(layout.rank_path(path, rank)))
-        unsettled = [one for one in begun if rank not in progress.marks.get(one, {})]
-        groups = [layout.rank_iteration_path(path, rank, one) for one in unsettled]
+        unsettled = [iteration for iteration in begun if rank not in progress.marks.get(iteration, {})]
+        groups = [layout.rank_iteration_path(path, rank, iteration) for iteration in unsettled]
         return sum(len(self._backend.list_keys(group)) for group in groups)
 
     def _watch(self) -> None:
@@ -223,39 +223,39 @@ class Coordinator:
         seen = None
         while not self._stop.wait(pause):
             self._answer()
-            is_news = bool(self._committed - self.complete - self._refused)
-            if self._plan.is_done or not (is_news or self._owes_plan or self._lost()):
+            is_news = bool(self._committed - self.complete - self._not_recorded)
+            if self._plan.is_done or not (is_news or self._must_write_plan or self._lost()):
                 pause = _POLL_SECONDS
                 continue
-            progress = self._look()
+            progress = self._poll_progress()
             pause, seen = _pause_after(pause, is_news=progress != seen), progress
             if progress is None:
                 continue
             try:
                 self._decide(progress)
-                self._owes_plan = False
+                self._must_write_plan = False
                 self.problems.pop("plan", None)
             except StorageError as error:  # it could not be announced
-                self._owes_plan = True
+                self._must_write_plan = True
                 self.problems["plan"] = str(error)
 
     def _answer(self, *, refusal: str | None = None) -> None:
         """Answer new requests, if it is time for a poll."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll_at:
             return
-        self._look_began = now
+        self._poll_began = now
         try:
             reason = refusal or self._lost()
             self._answer_all(refusal=reason)
-            self._undecided |= set(self._plan.iterations) - self.complete - self._refused
+            self._undecided |= set(self._plan.iterations) - self.complete - self._not_recorded
             self.problems.pop("requests", None)
         except StorageError as error:
             self.problems["requests"] = str(error)
-        ended, self._look_began = time.monotonic(), None
-        self._look_seconds = ended - now
-        self._lately = ended, self._step()
-        self._next_look = ended + _LOOK_SECONDS
+        ended, self._poll_began = time.monotonic(), None
+        self._poll_took_seconds = ended - now
+        self._last_poll = ended, self._step()
+        self._next_poll_at = ended + _REQUEST_POLL_SECONDS
 
     def _answer_all(self, *, refusal: str | None) -> None:
         """Answer all requests without an answer, with `refusal` if given. What fails is retried at the next poll."""
@@ -270,26 +270,30 @@ class Coordinator:
             else:
                 if request is None:
                     continue  # it was withdrawn
-                answer = self._obey(name, request, refusal=refusal)
+                answer = self._plan_request(name, request, refusal=refusal)
             write_answer(self._backend, attempt=self._attempt, name=name, answer=answer)
             self._answered.add(name)
 
-    def _obey(self, name: str, request: Request, *, refusal: str | None) -> Answer:
+    def _plan_request(self, name: str, request: Request, *, refusal: str | None) -> Answer:
         """Plan the requested iterations and give the answer."""
-        known = next((one for one in self._plan.asked if one.name == name), None)
+        known = next((request_plan for request_plan in self._plan.asked if request_plan.name == name), None)
         if known is not None:
             return Answer(iterations=known.iterations)
         refusal = refusal or self._refusal(request)
         if refusal is not None:
             return Answer(refusal=refusal)
         if self._options.record_last is not None:
-            held = self._store_held(request.by)
-            return Answer(refusal=held) if isinstance(held, str) else Answer(iterations=(held,), is_held=True)
+            refusal_or_iteration = self._store_held(request.by)
+            return (
+                Answer(refusal=refusal_or_iteration)
+                if isinstance(refusal_or_iteration, str)
+                else Answer(iterations=(refusal_or_iteration,), is_held=True)
+            )
         iterations = self._free(request.num_iterations)
-        own = Asked(
+        planned = Asked(
             name=name, iterations=iterations, num_iterations=request.num_iterations, settings=dict(request.settings)
         )
-        self._add(iterations, asked=(*self._plan.asked, own))
+        self._add(iterations, asked=(*self._plan.asked, planned))
         return Answer(iterations=iterations)
 
     def _refusal(self, request: Request) -> str | None:
@@ -299,9 +303,9 @@ class Coordinator:
         if self._options.record_last is not None:
             is_plain = request.num_iterations == 1 and not request.settings
             return None if is_plain else _RECORDER
-        num_asked = sum(len(one.iterations) for one in self._plan.asked)
-        if num_asked + request.num_iterations > MAX_ASKED:
-            return f"{num_asked} iterations were asked for already, and {MAX_ASKED} may be"
+        num_requested = sum(len(planned.iterations) for planned in self._plan.asked)
+        if num_requested + request.num_iterations > MAX_REQUESTED:
+            return f"{num_requested} iterations were already requested, and at most {MAX_REQUESTED} are allowed"
         try:
             self._options.for_request(request.settings)
         except UsageError as error:
@@ -310,28 +314,30 @@ class Coordinator:
 
     def _replace_lost(self) -> None:
         """Plan further iterations for requests of which some were not recorded on all ranks."""
-        for one in self._plan.asked:
-            lost = one.num_iterations - len(set(one.iterations) & self.complete)
-            num_replaced = self._num_replaced.get(one.name, 0)
-            is_open = bool(set(one.iterations) - self.complete - self._refused)
+        for request in self._plan.asked:
+            lost = request.num_iterations - len(set(request.iterations) & self.complete)
+            num_replaced = self._num_replaced.get(request.name, 0)
+            is_open = bool(set(request.iterations) - self.complete - self._not_recorded)
             if is_open or lost <= 0 or num_replaced >= MAX_REPLACED:
                 continue
-            self._num_replaced[one.name] = num_replaced + 1
+            self._num_replaced[request.name] = num_replaced + 1
             further = self._free(lost, num_late=num_replaced + 1)
-            named = dataclasses.replace(one, iterations=(*one.iterations, *further))
-            self._add(further, asked=tuple(named if each.name == one.name else each for each in self._plan.asked))
+            replaced = dataclasses.replace(request, iterations=(*request.iterations, *further))
+            self._add(
+                further, asked=tuple(replaced if each.name == request.name else each for each in self._plan.asked)
+            )
 
     def _free(self, count: int, *, num_late: int = 0) -> tuple[int, ...]:
         """The next `count` iterations that no rank has reached and that are not planned already."""
-        taken = {*self._plan.iterations, *self._attempt.completed}
-        later = (iteration for iteration in itertools.count(self._first_unknown(num_late)) if iteration not in taken)
+        planned = {*self._plan.iterations, *self._attempt.completed}
+        later = (iteration for iteration in itertools.count(self._first_unknown(num_late)) if iteration not in planned)
         return tuple(itertools.islice(later, count))
 
     def _add(self, iterations: tuple[int, ...], *, asked: tuple[Asked, ...]) -> None:
         named = tuple(sorted({*self._plan.iterations, *iterations}))
         self._announce(dataclasses.replace(self._plan, iterations=named, asked=asked, is_done=False))
 
-    def _look(self) -> Progress | None:
+    def _poll_progress(self) -> Progress | None:
         with self._lock:
             try:
                 # Reads only what was not settled at the last poll.
@@ -365,48 +371,52 @@ class Coordinator:
         keep_last = self._options.keep_last
         if keep_last is None:
             return
-        if self._earlier is None:
-            earlier = [one for one in read_attempts(self._backend) if one.number < self._attempt.number]
+        if self._earlier_iterations is None:
+            earlier = [attempt for attempt in read_attempts(self._backend) if attempt.number < self._attempt.number]
             for attempt in earlier:
                 finish_drops(self._backend, attempt=attempt)
-            self._earlier = [(one, number) for one in earlier for number in whole_iterations(self._backend, one)]
-        for number in complete - self._whole.keys():
-            self._whole[number] = is_whole(self._backend, self._attempt, number)
+            self._earlier_iterations = [
+                (attempt, number) for attempt in earlier for number in whole_iterations(self._backend, attempt)
+            ]
+        for number in complete - self._is_whole.keys():
+            self._is_whole[number] = is_whole(self._backend, self._attempt, number)
         # A partial iteration, which was cut off, is kept and does not count.
-        own = [(self._attempt, number) for number in sorted(complete) if self._whole[number]]
-        kept = [*self._earlier, *own]
-        for attempt, iteration in kept[: max(0, len(kept) - keep_last)]:
+        current = [(self._attempt, number) for number in sorted(complete) if self._is_whole[number]]
+        stored = [*self._earlier_iterations, *current]
+        for attempt, iteration in stored[: max(0, len(stored) - keep_last)]:
             drop_iteration(self._backend, attempt=attempt, iteration=iteration)
             if attempt is self._attempt:
                 complete.remove(iteration)
                 dropped.add(iteration)
             else:
-                self._earlier.remove((attempt, iteration))
+                self._earlier_iterations.remove((attempt, iteration))
 
     def _decide(self, progress: Progress) -> None:
         self.complete |= progress.complete | progress.dropped
-        self._refused |= {
+        self._not_recorded |= {
             iteration
             for iteration, marks in progress.marks.items()
             if any(mark is not Mark.COMMITTED for mark in marks.values())
         }
         # An iteration will not be complete if a rank has closed without settling it.
-        self._refused |= {one for one in self._undecided if progress.closed - progress.marks.get(one, {}).keys()}
-        self._undecided -= self.complete | self._refused
+        self._not_recorded |= {
+            iteration for iteration in self._undecided if progress.closed - progress.marks.get(iteration, {}).keys()
+        }
+        self._undecided -= self.complete | self._not_recorded
         if self._options.record_last is not None:
             return  # it stores without a plan
-        asked = self._plan.asked_iterations
+        requested = self._plan.asked_iterations
         # Requested iterations do not count towards the target.
-        num_complete = len((self.complete - asked) | set(self._attempt.completed))
+        num_complete = len((self.complete - requested) | set(self._attempt.completed))
         is_enough = num_complete >= self._options.target_iterations
         is_over = bool(self._lost() or (progress.closed and not self._undecided))
         if not is_over:
             self._replace_lost()
-            self._undecided |= set(self._plan.iterations) - self.complete - self._refused
-        is_done = is_over or (is_enough and not self._undecided & asked)
+            self._undecided |= set(self._plan.iterations) - self.complete - self._not_recorded
+        is_done = is_over or (is_enough and not self._undecided & requested)
         if is_done or (is_enough and not self._plan.is_enough):
             self._announce(dataclasses.replace(self._plan, is_done=is_done, is_enough=is_enough))
-        elif not (is_enough or self._undecided - asked):
+        elif not (is_enough or self._undecided - requested):
             further = self._further(self._options.target_iterations - num_complete)
             if further:
                 named = tuple(sorted({*self._plan.iterations, *further}))
@@ -426,12 +436,14 @@ class Coordinator:
         The notice is doubled `num_late` times: ranks may have learned of earlier iterations too late.
         """
         step, now = self._step(), time.monotonic()
-        since = [one for one in (self._started, self._lately) if now - one[0] > _POLL_SECONDS] or [self._started]
+        since = [start for start in (self._started, self._last_poll) if now - start[0] > _POLL_SECONDS] or [
+            self._started
+        ]
         pace = max((step - first) / max(now - began, 1e-3) for began, first in since)
         longest = max_ask_seconds(self._attempt.launch.world_size)
         # A slow store delays the ranks as long as this one: by the duration of the last poll, or of this one so far.
-        look_seconds = max(self._look_seconds, 0.0 if self._look_began is None else now - self._look_began)
-        seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * look_seconds) * float(1 << num_late)
+        poll_took_seconds = max(self._poll_took_seconds, 0.0 if self._poll_began is None else now - self._poll_began)
+        seconds = (_LEAST_NOTICE_SECONDS + longest + 2 * poll_took_seconds) * float(1 << num_late)
         return step + math.ceil(pace * seconds) + 1
 
     def _announce(self, plan: IterationPlan) -> None:

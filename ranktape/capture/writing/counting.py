@@ -77,10 +77,10 @@ def statistics_in(slot: Slot, array: np.ndarray[Any, Any]) -> Statistics:
 def _taken_record(slot: Slot, *, rank: int, attempt: int) -> tuple[np.ndarray[Any, Any], RecordInfo]:
     """The statistics in a slot, and their record."""
     header = {name: value for name, value in slot.header.items() if name != "taken"}
-    words = np.frombuffer(slot.payload, dtype="<f8")
+    values = np.frombuffer(slot.payload, dtype="<f8")
     if slot.header["taken"] == "device":
-        words = _words_of_device(slot.payload, num_elements=math.prod(header["shape"]))
-    vector, overflow = taken_from(words, per_sample=header["sample_dim"] is not None)
+        values = _words_of_device(slot.payload, num_elements=math.prod(header["shape"]))
+    vector, overflow = taken_from(values, per_sample=header["sample_dim"] is not None)
     info = RecordInfo(
         **{**header, "shape": tuple(header["shape"]), "keep": Keep.STATISTICS.value},
         rank=rank,
@@ -120,10 +120,10 @@ def _words_of_device(payload: memoryview, *, num_elements: int) -> np.ndarray[An
     return np.concatenate([statistics, extremes, counts.reshape(-1)])
 
 
-def taken_from(words: np.ndarray[Any, Any], *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
+def taken_from(values: np.ndarray[Any, Any], *, per_sample: bool) -> tuple[np.ndarray[Any, Any], Overflow]:
     """The vector of statistics that the trainer has staged, and the counts at the limits of the dtype."""
-    vector, ends = words[: len(STATISTICS)], words[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
-    counts_SK = words[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))
+    vector, ends = values[: len(STATISTICS)], values[len(STATISTICS) : len(STATISTICS) + len(EXTREMES)].tolist()
+    counts_SK = values[len(STATISTICS) + len(EXTREMES) :].astype(np.int64).reshape(-1, len(TALLY_KINDS))
     total = max(1, int(vector[0]))
     counts = zip(TALLY_KINDS, counts_SK.sum(0).tolist(), strict=True)
     tallies: dict[str, Any] = {kind: ElementTally(count=count, ratio=count / total) for kind, count in counts}
@@ -147,12 +147,12 @@ def reduce_to(
     if keep == Keep.STATISTICS:
         from ranktape.analyze.numerics.histograms.moments import statistics_of
 
-        kept = statistics_of(array).to_vector()
+        reduced = statistics_of(array).to_vector()
     elif keep == Keep.HISTOGRAM and (dtype := counted_dtype(info.dtype, info.compute_dtype)) is not None:
-        kept = _histogram(array, dtype=dtype)
+        reduced = _histogram(array, dtype=dtype)
     else:
         return None
-    return kept, dataclasses.replace(info, keep=keep, nbytes=kept.nbytes)
+    return reduced, dataclasses.replace(info, keep=keep, nbytes=reduced.nbytes)
 
 
 def counted_dtype(dtype: str, compute_dtype: str) -> str | None:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ranktape.storage.format.attempt import Attempt
     from ranktape.storage.places.urls import RetryingBackend
 
-HELD_NBYTES = 96 << 20
+MAX_WAITING_NBYTES = 96 << 20
 """Memory for histograms and statistics that wait for the store, in bytes."""
 
-_gives_up: ContextVar[Callable[[], bool]] = ContextVar("ranktape_gives_up", default=lambda: False)
+_stops_retrying: ContextVar[Callable[[], bool]] = ContextVar("ranktape_gives_up", default=lambda: False)
 """Returns whether this thread stops retrying. A thread that works for another one may use its context."""
 
 _PAUSE_SECONDS = 0.05
@@ -51,7 +51,7 @@ class Staged:
     futures: list[Future[Any]] = field(default_factory=list)
     """The submitted work, mostly one item for each tensor."""
     num_tensors: int = 0
-    """Number of tensors that came out of the ring, including lost ones."""
+    """Number of tensors that were read from the ring, including lost ones."""
     num_stored: int = 0
     """Number of tensors that are stored, or held until they are."""
     num_active: int = 0
@@ -89,7 +89,7 @@ class Storer:
         self.attempt, self.ring = attempt, ring
         options = config.options
         # Whether to retry depends on what a thread is storing (`trying`); the backend asks after each failure.
-        give_up = lambda: _gives_up.get()()  # noqa: E731, PLW0108  (the context differs between threads and calls)
+        give_up = lambda: _stops_retrying.get()()  # noqa: E731, PLW0108  (the context differs between threads and calls)
         self.retrying = backend.with_deadline(timeout_seconds=options.block_timeout_seconds, give_up=give_up)
         """The store with retries."""
         self.spill: SpillDirectory | None = None
@@ -109,7 +109,7 @@ class Storer:
         # In a separate thread: the work in the pool may wait for the room that a flush makes.
         self._flushes = ThreadPoolExecutor(1, thread_name_prefix="ranktape-flush")
         self._flush: Future[None] | None = None
-        self._room_nbytes = HELD_NBYTES
+        self._room_nbytes = MAX_WAITING_NBYTES
         self._room_lock = threading.Lock()
         self._lock = threading.Lock()
         self._open: dict[int, Staged] = {}
@@ -137,12 +137,12 @@ class Storer:
         staged.num_tensors += slot.kind is SlotKind.LOST
         staged.notes.append(slot)
 
-    def submit_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
+    def submit_reduced(self, reduced: np.ndarray[Any, Any], info: RecordInfo, staged: Staged) -> None:
         """Store the array that replaces the values of a tensor whose slot is free already."""
         staged.num_tensors += 1
 
         def work() -> None:
-            self._write_reduced(kept, info, staged, None)
+            self._write_reduced(reduced, info, staged, None)
             with self._lock:
                 staged.num_stored += 1
 
@@ -180,7 +180,7 @@ class Storer:
             is_idle = not staged.num_active
             staged.num_active += is_idle
         if is_idle:
-            self._give_back(staged)
+            self._release_failed(staged)
 
     def finish(self, staged: Staged, commit: Callable[[], None] | None = None) -> str | None:
         """Wait until the tensors of an iteration are stored or held, then commit it; without `commit`, drop it.
@@ -215,16 +215,16 @@ class Storer:
         seconds = self.config.options.block_timeout_seconds
         began = time.monotonic()
 
-        def gives_up() -> bool:
+        def stops_retrying() -> bool:
             since = self.retrying.failing_since
             is_late = since is not None and time.monotonic() - max(since, began) > seconds
             return is_late or (staged is not None and staged.has_failed()) or self._is_over()
 
-        token = _gives_up.set(gives_up)
+        token = _stops_retrying.set(stops_retrying)
         try:
             yield
         finally:
-            _gives_up.reset(token)
+            _stops_retrying.reset(token)
 
     def shutdown(self) -> None:
         """Wait for the running work, and cancel the rest."""
@@ -251,10 +251,10 @@ class Storer:
             is_over = staged.has_failed() and staged.num_active == 1
             staged.num_active -= not is_over
         if is_over:
-            self._give_back(staged)
+            self._release_failed(staged)
         return True
 
-    def _give_back(self, staged: Staged) -> None:
+    def _release_failed(self, staged: Staged) -> None:
         """Free what a failed iteration holds, and then count the calling thread as no longer active."""
         try:
             self.rank_writer.abandon(staged.iteration)
@@ -273,20 +273,22 @@ class Storer:
         with self.trying(staged):
             self.rank_writer.write(array, info=info, on_release=partial(self.ring.free, slot))
 
-    def _write_reduced(self, kept: np.ndarray[Any, Any], info: RecordInfo, staged: Staged, slot: Slot | None) -> None:
+    def _write_reduced(
+        self, reduced: np.ndarray[Any, Any], info: RecordInfo, staged: Staged, slot: Slot | None
+    ) -> None:
         """Write the array that replaces the values of a tensor; its slot, if any, is freed at the latest after that."""
-        self._make_room(kept.nbytes, staged)
+        self._make_room(reduced.nbytes, staged)
         with self.trying(staged):
-            self.rank_writer.write(kept, info=info, on_release=partial(self._let_go, kept.nbytes, slot))
+            self.rank_writer.write(reduced, info=info, on_release=partial(self._release_room, reduced.nbytes, slot))
 
-    def _let_go(self, nbytes: int, slot: Slot | None) -> None:
+    def _release_room(self, nbytes: int, slot: Slot | None) -> None:
         with self._room_lock:
             self._room_nbytes += nbytes
         if slot is not None:
             self.ring.free(slot)
 
     def _make_room(self, nbytes: int, staged: Staged) -> None:
-        """Take `nbytes` of `HELD_NBYTES`, waiting until they are free.
+        """Take `nbytes` of `MAX_WAITING_NBYTES`, waiting until they are free.
 
         Raises:
             CaptureError: the iteration has failed, or the time is over.

@@ -135,7 +135,7 @@ class RunVerdict:
 
     def _recorder_message(self, num_triggers: int) -> str:
         if not num_triggers:
-            return "flight recorder: nothing triggered, and no iteration is stored"
+            return "flight recorder: no trigger occurred, and no iteration is stored"
         stored = f"flight recorder: {num_triggers} trigger{'s' * (num_triggers != 1)}; stored complete are "
         stored += f"iterations {_listed(self.complete)}" if self.complete else "no iterations"
         missing = "; ".join(self.missing[:_MAX_NAMED])
@@ -183,7 +183,7 @@ def judge(
     }
     is_met = len(planned) >= required
     if not is_met and (extra := sorted(set(complete) - planned)):
-        missing.append(f"{_listed(extra)} were asked for while the training ran, and count for no minimum")
+        missing.append(f"{_listed(extra)} were requested while the training ran, and do not count for the minimum")
     if not is_met:
         missing += [f"{subject}: {problem}" for subject, problem in (problems or {}).items()]
         # An iteration that was cut off has the note already.
@@ -493,7 +493,7 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
         marker_fields, damage = _read_or_damage(backend, marker, _Words)
         return f"{mark}, and {damage}" if damage else (marker_fields and marker_fields.reason) or mark.value
     if rank in progress.closed:
-        return f"ended before it ({_last_words(backend, path, rank) or 'no reason was left'})"
+        return f"ended before it ({_last_words(backend, path, rank) or 'no reason was recorded'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
 
 

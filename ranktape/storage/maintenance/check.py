@@ -139,7 +139,7 @@ def _check_without_document(backend: Backend, findings: Findings, name: str, num
     commits = {KeyKind.RANK_COMMIT, KeyKind.ITERATION_COMMIT}
     num_commits = sum(key is not None and key.kind in commits for key in keys)
     if num_commits:
-        message = f"the attempt's document is missing, and {num_commits} commits are in it: nobody can read them"
+        message = f"the attempt's document is missing, and {num_commits} commits are in it: they cannot be read"
         findings.error(FindingKind.MISSING, message, attempt=number, key=layout.document_key(name))
         return
     findings.note(

@@ -245,7 +245,7 @@ class _RankCheck:
             findings.error(FindingKind.MISSING, message, key=self._key)
         elif keys and (waits := (self._marks.get(Mark.FAILED) or {}).get(SPILLED_KEY)) is not None:
             # The objects here are a part of the iteration and must not be removed before the rest is pushed.
-            message = f"{len(keys)} objects of an iteration of which the rest waits in {waits} for 'ranktape push'"
+            message = f"{len(keys)} objects of an iteration whose other objects are in {waits}: run 'ranktape push'"
             findings.note(FindingKind.UNFINISHED, message, **place)
         elif keys:
             nbytes = sum(view.objects[name].nbytes for name in keys)

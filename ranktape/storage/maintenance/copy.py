@@ -192,7 +192,7 @@ def _is_committed(parsed: AttemptKey, committed: Collection[AttemptKey | None]) 
 def _check_target(source: Backend, target: Backend, *, document: bytes | None) -> None:
     inner, outer = f"{target.url}/", f"{source.url}/"
     if inner.startswith(outer) or outer.startswith(inner):
-        raise UsageError(f"{target.url} is or lies in {source.url}, or the other way round: copy to another place")
+        raise UsageError(f"{target.url} overlaps with {source.url}: copy to a URL outside of it")
     existing = read_run(target)
     if existing is not None and existing != document:
         raise RunExistsError(f"another run, or something else, is at {target.url}: choose another URL")
@@ -292,7 +292,7 @@ def copy_records(
         RunExistsError: the target is not empty.
     """
     if not len(records):
-        raise NoRecordsError(f"no record of {run.url} fits {filters}: nothing is copied")
+        raise NoRecordsError(f"no record of {run.url} matches {filters}: nothing is copied")
     iterations = tuple(sorted({int(iteration) for iteration in records.column("iteration")}))
     size = max(attempt.launch.world_size for attempt in read_attempts(source))
     launch = Launch(launch_id=f"copy-{uuid.uuid4().hex}", restart=0, world_size=size)

@@ -124,7 +124,7 @@ def _chosen(complete: list[int], *, keep_last: int | None, iteration: str | None
     mask = wanted.mask(lambda _: np.array(complete, dtype=np.int64), len(complete))
     removed = {number for number, is_wanted in zip(complete, mask, strict=True) if is_wanted}
     if not removed:
-        raise UsageError(f"--iteration {iteration} fits none of the complete iterations of the run: {complete}")
+        raise UsageError(f"--iteration {iteration} matches none of the complete iterations of the run: {complete}")
     return removed
 
 
