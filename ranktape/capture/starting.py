@@ -86,10 +86,10 @@ def check_can_start(backend: RetryingBackend, options: CaptureOptions) -> None:
         RanktapeError: a capture could not start.
     """
     # Not at the top: importing `Capture` should not import the code that reads runs.
-    from ranktape.storage.recording.start import check_place
+    from ranktape.storage.recording.start import check_target
 
     checked = backend.with_deadline(timeout_seconds=options.block_timeout_seconds)
-    check_place(checked, resume=options.resume or options.adds, overwrite=options.overwrite)
+    check_target(checked, resume=options.resume or options.adds, overwrite=options.overwrite)
     # Not an object store, which may let a writer add objects but not delete them.
     if "://" not in checked.url:
         try_writing(checked)

@@ -15,7 +15,7 @@ from ranktape.capture.settings.cadence import Cadence
 from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.writing.coordinator import QUIET_SECONDS, Coordinator
 from ranktape.storage import IterationState, open_run
-from ranktape.storage.format.attempt import Asked, IterationPlan, read_plan
+from ranktape.storage.format.attempt import IterationPlan, RequestedIterations, read_plan
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.layout import Mark, control_path
 from ranktape.storage.format.live import Answer, Request, read_answer, write_request
@@ -370,7 +370,7 @@ def test_each_time_that_a_rank_learned_too_late_the_notice_is_longer(tmp_path: P
     coordinator, watched.step = watched.coordinator, 1000
     # A hundred steps in each of the last ten seconds.
     coordinator._started = coordinator._last_poll = time.monotonic() - 10, 0
-    asked = Asked(name="mine", iterations=(10,), num_iterations=1)
+    asked = RequestedIterations(name="mine", iterations=(10,), num_iterations=1)
     coordinator._plan = IterationPlan(iterations=(0, 10), is_done=False, asked=(asked,))
     for _ in range(2):
         coordinator._not_recorded = set(coordinator._plan.iterations)
@@ -409,7 +409,9 @@ def test_a_coordinator_that_follows_a_killed_one_asks_for_nothing_twice(tmp_path
     name = write_request(watched.backend, attempt=watched.attempt, request=TWO)
     # The plan was spread, and the answer not written any more.
     plan = IterationPlan(
-        iterations=(0, 7, 8), is_done=False, asked=(Asked(name=name, iterations=(7, 8), num_iterations=2),)
+        iterations=(0, 7, 8),
+        is_done=False,
+        asked=(RequestedIterations(name=name, iterations=(7, 8), num_iterations=2),),
     )
     watched.step = 3
     follower = watched.follow(plan)

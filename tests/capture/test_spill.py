@@ -19,7 +19,7 @@ from ranktape.storage.format.attempt import Launch
 from ranktape.storage.format.progress import write_verdict
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import find_spills, push_spill
-from ranktape.storage.maintenance.finding import Mend
+from ranktape.storage.maintenance.finding import Repair
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.backend import Buffer
 from ranktape.storage.places.local import LocalBackend
@@ -97,7 +97,7 @@ def test_a_repair_leaves_what_waits_for_the_rest(bench: Bench, tmp_path: Path) -
     bench.close()
     write_verdict(bench.store, attempt=bench.attempt)
     report = repair_run(bench.store, min_age_seconds=0)
-    assert not [finding for finding in report.done if finding.mend is Mend.REMOVE_OBJECTS]
+    assert not [finding for finding in report.done if finding.mend is Repair.REMOVE_OBJECTS]
     [waiting] = [finding for finding in check_run(bench.store).findings if "'ranktape push'" in finding.message]
     assert (waiting.iteration, waiting.rank) == (1, 0)
     [spill] = find_spills(tmp_path / "spill")

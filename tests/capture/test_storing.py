@@ -264,9 +264,9 @@ def test_an_iteration_that_fails_gives_back_what_it_had_stored(make: Callable[..
     staged = bench.stage(0, {f"layer.{number}": np.ones(100, np.float32) for number in range(5)})
     for future in staged.futures:
         future.result()
-    assert bench.storer.rank_writer.held_nbytes == 2000
+    assert bench.storer.rank_writer.waiting_nbytes == 2000
     bench.storer.fail(staged, "the training was cut off")
-    assert bench.storer.rank_writer.held_nbytes == 0
+    assert bench.storer.rank_writer.waiting_nbytes == 0
     assert bench.producer.pending_nbytes == 0
 
 

@@ -174,7 +174,7 @@ def test_weights_that_are_made_later_make_a_layer() -> None:
 
 
 def test_a_number_is_found_wherever_a_module_tells_it() -> None:
-    class Asked(nn.Module):
+    class RequestedIterations(nn.Module):
         @property
         def layer_idx(self) -> int:
             return 3
@@ -188,7 +188,7 @@ def test_a_number_is_found_wherever_a_module_tells_it() -> None:
         def layer_idx(self) -> int:
             raise ValueError("not yet")
 
-    modules = [Block(2), Asked(), Relayed(), Broken(), nn.Linear(1, 1)]
+    modules = [Block(2), RequestedIterations(), Relayed(), Broken(), nn.Linear(1, 1)]
     assert [stated_idx(module) for module in modules] == [2, 3, 3, None, None]
     model = Model()
     assert numbers(survey(model))["layers.1.up"] == 1

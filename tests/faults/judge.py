@@ -10,7 +10,7 @@ from typing import Any
 from ranktape.errors import RanktapeError, RunNotFoundError
 from ranktape.storage import open_run
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.finding import FindingKind, Mend
+from ranktape.storage.maintenance.finding import FindingKind, Repair
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.places.backend import Backend
 from ranktape.storage.places.urls import open_backend
@@ -47,7 +47,7 @@ def problems(
     found += [f"after repair: {line}" for line in _wrong_values(url, storage_options=storage_options)]
     if (run := open_run(url, storage_options=storage_options)).iterations != sorted(stored.ready):
         found.append(f"every rank has committed {sorted(stored.ready)}, and {run.iterations} are complete")
-    found += [f"left after repair: {debris.key}" for debris in backend.list_debris()]
+    found += [f"left after repair: {debris.key}" for debris in backend.list_unfinished()]
     return found
 
 
@@ -86,12 +86,14 @@ class _Stored:
 def _misjudged(backend: Backend, stored: _Stored) -> list[str]:
     """Where a check says more, or less, than what a kill leaves: something said that was not passed on."""
     report = check_run(backend, deep=True)
-    unmarked = {(finding.rank, finding.iteration) for finding in report.findings if finding.mend is Mend.RESTORE_MARKER}
-    unclosed = {finding.iteration for finding in report.findings if finding.mend is Mend.FINISH_ITERATION}
+    unmarked = {
+        (finding.rank, finding.iteration) for finding in report.findings if finding.mend is Repair.RESTORE_MARKER
+    }
+    unclosed = {finding.iteration for finding in report.findings if finding.mend is Repair.FINISH_ITERATION}
     found = [
         f"check: {finding.text()}"
         for finding in report.findings
-        if finding.is_error and finding.mend not in {Mend.RESTORE_MARKER, Mend.FINISH_ITERATION}
+        if finding.is_error and finding.mend not in {Repair.RESTORE_MARKER, Repair.FINISH_ITERATION}
     ]
     if unmarked != stored.committed - stored.marked:
         found.append(f"check finds {unmarked} without a marker, of {stored}")

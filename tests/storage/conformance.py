@@ -55,11 +55,11 @@ class BackendTests:
         assert backend.get_range("missing", 0, 0) is None
         assert backend.size("missing/key") is None
         assert backend.list_objects("missing") == []
-        assert backend.list_debris() == []
+        assert backend.list_unfinished() == []
         backend.delete("missing")
         backend.delete_keys(["missing/key", "missing"])
         backend.delete_keys([])
-        backend.remove_debris([])
+        backend.remove_unfinished([])
 
     def test_a_folder_is_no_object(self, backend: Backend) -> None:
         backend.put("a/b", [b"."])

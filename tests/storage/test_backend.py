@@ -115,7 +115,7 @@ class S3Tests(BackendTests):
             lambda: backend.list_keys(""),
             lambda: backend.list_names(""),
             lambda: backend.delete("a"),
-            backend.list_debris,
+            backend.list_unfinished,
         ):
             with pytest.raises(NoBucketError, match=r"cannot .* s3://no-such-bucket/run.*create the bucket"):
                 work()
@@ -126,13 +126,13 @@ class S3Tests(BackendTests):
         for key in (f"{prefix}/a/b", f"{prefix}0/not ours"):
             upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
             client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b".")
-        found = backend.list_debris()
+        found = backend.list_unfinished()
         assert [one.key.partition("?")[0] for one in found] == ["a/b"]
         assert 0 < found[0].modified < time.time() + 60  # moto began all its uploads in 2010
         assert backend.list_keys("") == []
-        backend.remove_debris(found)
-        backend.remove_debris(found)
-        assert backend.list_debris() == []
+        backend.remove_unfinished(found)
+        backend.remove_unfinished(found)
+        assert backend.list_unfinished() == []
 
     def test_large_objects_are_sent_in_parts(self, server: S3Server, backend: Backend, part_nbytes: int) -> None:
         # The first byte of each part tells it from the others; the size is above the one from where parts are used.
@@ -145,7 +145,7 @@ class S3Tests(BackendTests):
         assert head["ETag"].strip('"').endswith("-3")
         found = [backend.get_range("large", at, 1) for at in (0, part_nbytes, 2 * part_nbytes, -1)]
         assert found == [b"1", b"2", b"3", b"4"]
-        assert backend.list_debris() == []
+        assert backend.list_unfinished() == []
 
     def test_views_of_any_size_are_sent_in_their_order(self, backend: Backend) -> None:
         data = np.random.default_rng(0).integers(0, 256, 3 * 2**20, dtype=np.uint8).tobytes()

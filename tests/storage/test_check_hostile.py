@@ -14,7 +14,7 @@ from ranktape.errors import ObjectTooLargeError, RunFormatError
 from ranktape.storage.format.documents import MAX_WORLD_SIZE
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run
-from ranktape.storage.maintenance.finding import FindingKind, Mend
+from ranktape.storage.maintenance.finding import FindingKind, Repair
 from ranktape.storage.maintenance.repair import repair_run
 from ranktape.storage.maintenance.runs import RunState, find_runs
 from ranktape.storage.places.local import LocalBackend
@@ -181,7 +181,7 @@ def test_a_run_in_an_object_store_is_checked_and_repaired(s3_server: S3Server) -
     writers[0].flush_stacks()
     client.delete_object(Bucket=bucket, Key=f"{prefix}/{attempt.path}/iterations/iter_00000000/zarr.json")
     mends = {one.mend for one in check_run(backend).findings} - {None}
-    assert mends == {Mend.REMOVE_DEBRIS, Mend.REMOVE_OBJECTS, Mend.FINISH_ITERATION}
+    assert mends == {Repair.REMOVE_UNFINISHED_WRITE, Repair.REMOVE_OBJECTS, Repair.FINISH_ITERATION}
     assert repair_run(backend).done == ()
     assert {one.mend for one in repair_run(backend, min_age_seconds=0).done} == mends
     assert client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", []) == []

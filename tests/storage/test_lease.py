@@ -216,7 +216,7 @@ def test_a_disk_that_takes_no_lease_is_named(
         patched.setattr(local, "_write_all", refuse)
         with pytest.raises(kind, match=r"cannot write .*run/lease_000/zarr\.json: .*choose another URL"):
             Lease(backend, launch=launch("first"))
-        assert backend.list_debris() == []
+        assert backend.list_unfinished() == []
     with Lease(backend, launch=launch("second")) as held:
         with monkeypatch.context() as patched:
             patched.setattr(local, "_write_all", refuse)

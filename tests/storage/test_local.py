@@ -101,7 +101,7 @@ def test_nothing_is_listed_or_deleted_through_a_link_to_a_folder(
         with pytest.raises(StorageError, match="run/a/link is a symbolic link"):
             work()
     assert backend.list_keys("") == ["a/b"]
-    assert backend.list_debris() == []
+    assert backend.list_unfinished() == []
     backend.delete("a/link")
     assert backend.list_names("a") == ["b"]
     assert names_in(private) == ["1.partial", "key"]

@@ -15,7 +15,7 @@ from ranktape.storage.format.attempt import Attempt
 from ranktape.storage.format.documents import write_group
 from ranktape.storage.format.progress import open_iteration, write_verdict
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.finding import Mend
+from ranktape.storage.maintenance.finding import Repair
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.maintenance.repair import MIN_AGE_SECONDS, RepairReport, repair_run
 from ranktape.storage.places.backend import Backend
@@ -37,7 +37,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
 
 
-def mends(report: RepairReport) -> list[Mend | None]:
+def mends(report: RepairReport) -> list[Repair | None]:
     """What was done."""
     return [finding.mend for finding in report.done]
 
@@ -107,12 +107,16 @@ def test_debris_goes_when_it_is_old_and_what_was_committed_stays(tmp_path: Path)
     leave_debris(path, backend, attempt, writers)
     young = repair_run(backend)
     assert mends(young) == []
-    assert {one.mend for one in young.young} == {Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS}
+    assert {one.mend for one in young.young} == {Repair.REMOVE_OBJECTS, Repair.REMOVE_UNFINISHED_WRITE}
     age(path, then=0)
     assert mends(repair_run(backend)) == [], "what has no time is no older"
     age(path)
     report = repair_run(backend)
-    assert sorted(mends(report), key=str) == [Mend.REMOVE_OBJECTS, Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS]
+    assert sorted(mends(report), key=str) == [
+        Repair.REMOVE_OBJECTS,
+        Repair.REMOVE_OBJECTS,
+        Repair.REMOVE_UNFINISHED_WRITE,
+    ]
     assert report.young == ()
     opened = f"{attempt.path}/commits/iter_00000020/zarr.json"
     assert contents(path) == whole | {opened: (path / opened).read_bytes()}
@@ -129,10 +133,10 @@ def test_an_attempt_that_may_be_running_is_not_touched(tmp_path: Path) -> None:
     marker.touch()
     report = repair_run(backend)
     assert [finding.key for finding in report.done] == ["attempt_001-ab/"]
-    assert Mend.FINISH_ITERATION in {finding.mend for finding in report.young}
+    assert Repair.FINISH_ITERATION in {finding.mend for finding in report.young}
     assert open_run(path).iterations == [0, 10]
     # Somebody who knows that nothing runs may say so.
-    assert Mend.FINISH_ITERATION in mends(repair_run(backend, min_age_seconds=0))
+    assert Repair.FINISH_ITERATION in mends(repair_run(backend, min_age_seconds=0))
     assert open_run(path).iterations == [0, 10, 30]
 
 
@@ -142,7 +146,7 @@ def test_an_iteration_that_all_ranks_committed_is_finished_and_the_verdict_follo
         (document,) = path.glob(f"attempt*/{pattern}")
         document.unlink()
     age(path)
-    assert mends(repair_run(backend)) == [Mend.FINISH_ITERATION]
+    assert mends(repair_run(backend)) == [Repair.FINISH_ITERATION]
     assert open_run(path).iterations == [0, 10]
     assert not open_run(path).verdict().final
 
@@ -154,7 +158,7 @@ def test_a_verdict_that_counts_too_little_is_written_again_with_its_problems(tmp
     for writer in writers:
         writer.close(reason="the training ended")
     assert not write_verdict(backend, attempt=attempt, problems={"store": "it was full"}).met
-    assert mends(repair_run(backend)) == [Mend.FINISH_ITERATION, Mend.WRITE_VERDICT]
+    assert mends(repair_run(backend)) == [Repair.FINISH_ITERATION, Repair.WRITE_VERDICT]
     assert open_run(path).verdict().met
     (document,) = path.glob("attempt*/verdict/zarr.json")
     assert b"it was full" in document.read_bytes()
@@ -165,7 +169,7 @@ def test_a_damaged_verdict_is_written_again(path: Path) -> None:
     backend = open_backend(path)
     (document,) = path.glob("attempt*/verdict/zarr.json")
     document.write_bytes(b"{")
-    assert mends(repair_run(backend)) == [Mend.WRITE_VERDICT]
+    assert mends(repair_run(backend)) == [Repair.WRITE_VERDICT]
     assert open_run(path).verdict().met
     assert check_run(backend).findings == []
 
@@ -195,8 +199,8 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path) -> None:
     # As it is when the process is lost after the first word.
     write_group(backend, f"{attempt.path}/dropped/iter_00000010", {"removed": False})
     (note,) = check_run(backend).findings
-    assert (note.mend, note.iteration) == (Mend.FINISH_REMOVAL, 10)
-    assert mends(repair_run(backend)) == [Mend.FINISH_REMOVAL]
+    assert (note.mend, note.iteration) == (Repair.FINISH_REMOVAL, 10)
+    assert mends(repair_run(backend)) == [Repair.FINISH_REMOVAL]
     assert check_run(backend).findings == []
     assert open_run(path).iterations == [20]
     assert not list(path.glob("attempt*/rank*/iter_00000010"))

@@ -101,7 +101,7 @@ class TestServers:
             with pytest.raises(kind, match=r"cannot write s3://bucket/run-\d+/a: "):
                 backend.put("a", [bytes(num_mebibytes * 2**20)])
             assert backend.size("a") is None
-            assert backend.list_debris() == []
+            assert backend.list_unfinished() == []
 
     @pytest.mark.usefixtures("part_nbytes")
     def test_a_part_that_failed_is_tried_again(self, proxy: FlakyProxy, open_flaky: OpenFlaky) -> None:
@@ -109,7 +109,7 @@ class TestServers:
         proxy.faults += ["", (503, "SlowDown")]
         backend.put("a", [bytes(11 * 2**20)])
         assert backend.size("a") == 11 * 2**20
-        assert backend.list_debris() == []
+        assert backend.list_unfinished() == []
 
     @pytest.mark.alone
     def test_a_server_that_hangs_ends_by_the_deadline(self, proxy: FlakyProxy, open_flaky: OpenFlaky) -> None:
@@ -251,10 +251,10 @@ class TestFileSystems:
         monkeypatch.setattr(os, "rename", rename)
         backend.put("a/b", [b"new"])
         assert backend.get("a/b") == b"new"
-        found = backend.list_debris()
+        found = backend.list_unfinished()
         assert [one.nbytes for one in found] == [3]
-        backend.remove_debris(found)
-        assert (backend.list_debris(), backend.get("a/b")) == ([], b"new")
+        backend.remove_unfinished(found)
+        assert (backend.list_unfinished(), backend.get("a/b")) == ([], b"new")
 
     def test_a_link_that_was_done_counts_whatever_was_answered(
         self, backend: RetryingBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -337,7 +337,7 @@ def test_a_large_catalogue_is_read_by_columns(own_url: str, monkeypatch: pytest.
 def test_columns_of_iterations_that_nobody_holds_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "run")
     write_run(url, {iteration: [tensors(rank=0, iteration=iteration)] for iteration in range(5)})
-    monkeypatch.setattr(run_module, "_KEPT_RECORDS", 6)
+    monkeypatch.setattr(run_module, "_MAX_CACHED_RECORDS", 6)
     read: list[tuple[int, weakref.ref[Any]]] = []
 
     def open_and_note(backend: Backend, attempt: str, iteration: int) -> Catalogue:

@@ -135,7 +135,7 @@ def test_places_without_anything_are_errors(tmp_path: Path, monkeypatch: pytest.
         find_runs(tmp_path)
     for name in "abc":
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(runs, "MAX_PLACES", 2)
+    monkeypatch.setattr(runs, "MAX_NAMES", 2)
     with pytest.raises(UsageError, match="more than 2 names below"):
         find_runs(tmp_path)
 

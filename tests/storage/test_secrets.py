@@ -54,7 +54,7 @@ def test_a_wrong_secret_is_named_403_and_not_shown(
         lambda: backend.size("a"),
         lambda: backend.list_keys(""),
         lambda: backend.delete("a"),
-        backend.list_debris,
+        backend.list_unfinished,
     ]
     for work in works:
         error = refused(work)

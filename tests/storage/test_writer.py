@@ -64,7 +64,7 @@ def test_small_tensors_share_few_objects_and_large_ones_have_their_own(tmp_path:
         array = small(index)
         writer.write(array, info=describe(array, call=index, counter=index), on_release=released.of(index))
     assert not released.counts
-    assert writer.held_nbytes == 1000 * 48
+    assert writer.waiting_nbytes == 1000 * 48
     large = np.ones(writer_module.STACK_BELOW_NBYTES, np.uint8)
     writer.write(large, info=describe(large, module="large", counter=1000), on_release=released.of(1000))
     assert released.counts == {1000: 1}
@@ -90,7 +90,7 @@ def test_stacks_are_written_when_they_are_full_and_when_asked(tmp_path: Path, mo
     assert set(released.counts) == {0, 1, 2, 3}
     writer.flush_stacks()
     assert set(released.counts) == set(range(6))
-    assert writer.held_nbytes == 0
+    assert writer.waiting_nbytes == 0
     writer.write(small(6), info=describe(small(0), call=6), on_release=released.of(6))
     records = complete(backend, attempt, [writer])
     assert {record.location.stack for record in records} == {"stack_float32_3x4_0", "stack_float32_3x4_1", ""}
@@ -132,11 +132,11 @@ def test_stacks_are_sent_side_by_side(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "MAX_HELD_NBYTES", 1000)
+    monkeypatch.setattr(writer_module, "MAX_WAITING_NBYTES", 1000)
     _, _, [writer] = start(tmp_path / "run")
     for index in range(100):
         writer.write(small(index), info=describe(small(0), call=index, iteration=index % 3))
-        assert writer.held_nbytes <= 1000
+        assert writer.waiting_nbytes <= 1000
 
 
 def test_an_iteration_given_up_gives_its_tensors_back(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_iteration_given_up_gives_its_tensors_back(tmp_path: Path) -> None:
     writer.abandon(0)
     assert released.counts == dict.fromkeys(range(3), 1)
     writer.abandon(0)
-    assert writer.held_nbytes == 0
+    assert writer.waiting_nbytes == 0
 
 
 def test_a_stack_that_cannot_be_written_fails_its_iteration_alone(

@@ -139,18 +139,18 @@ class Committer:
         if num_tensors != staged.num_tensors:
             self._storer.fail(staged, f"{staged.num_tensors} of the {num_tensors} tensors were read from the ring")
 
-        why_spilled: str | None = None
+        spill_reason: str | None = None
 
         def commit() -> None:
-            nonlocal why_spilled
-            why_spilled = self._rank_writer.commit(staged.iteration, **expectations(header, notes=staged.notes))
+            nonlocal spill_reason
+            spill_reason = self._rank_writer.commit(staged.iteration, **expectations(header, notes=staged.notes))
 
         failure, waits_in = self._storer.finish(staged, commit), None
         if failure is not None and staged.lacks_space and self._spill is None:
             failure = f"{failure}; with --spill-dir DIR, such iterations are written to DIR until 'ranktape push'"
-        if failure is None and self._spill is not None and why_spilled is not None:
+        if failure is None and self._spill is not None and spill_reason is not None:
             waits_in = self._spill.place
-            failure = f"it waits in {waits_in} for 'ranktape push', because the store failed ({why_spilled})"
+            failure = f"it waits in {waits_in} for 'ranktape push', because the store failed ({spill_reason})"
         if failure is None:
             self.num_committed += 1
             if lost := lost_tensors(staged.notes):

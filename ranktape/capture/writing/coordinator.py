@@ -23,9 +23,9 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.errors import DataError, RanktapeError, RunFormatError, StorageError, UsageError
 from ranktape.storage.format import layout
 from ranktape.storage.format.attempt import (
-    Asked,
     Attempt,
     IterationPlan,
+    RequestedIterations,
     is_attempt_there,
     is_whole,
     read_attempts,
@@ -290,7 +290,7 @@ class Coordinator:
                 else Answer(iterations=(refusal_or_iteration,), is_held=True)
             )
         iterations = self._free(request.num_iterations)
-        planned = Asked(
+        planned = RequestedIterations(
             name=name, iterations=iterations, num_iterations=request.num_iterations, settings=dict(request.settings)
         )
         self._add(iterations, asked=(*self._plan.asked, planned))
@@ -333,7 +333,7 @@ class Coordinator:
         later = (iteration for iteration in itertools.count(self._first_unknown(num_late)) if iteration not in planned)
         return tuple(itertools.islice(later, count))
 
-    def _add(self, iterations: tuple[int, ...], *, asked: tuple[Asked, ...]) -> None:
+    def _add(self, iterations: tuple[int, ...], *, asked: tuple[RequestedIterations, ...]) -> None:
         named = tuple(sorted({*self._plan.iterations, *iterations}))
         self._announce(dataclasses.replace(self._plan, iterations=named, asked=asked, is_done=False))
 
@@ -405,7 +405,7 @@ class Coordinator:
         self._undecided -= self.complete | self._not_recorded
         if self._options.record_last is not None:
             return  # it stores without a plan
-        requested = self._plan.asked_iterations
+        requested = self._plan.requested_iterations
         # Requested iterations do not count towards the target.
         num_complete = len((self.complete - requested) | set(self._attempt.completed))
         is_enough = num_complete >= self._options.target_iterations

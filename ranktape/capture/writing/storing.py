@@ -306,7 +306,7 @@ class Storer:
     def _start_flush(self) -> None:
         with self._lock:
             is_running = self._flush is not None and not self._flush.done()
-            if not is_running and self.rank_writer.held_nbytes:
+            if not is_running and self.rank_writer.waiting_nbytes:
                 self._flush = self._flushes.submit(self._flush_stacks)
 
     def _flush_stacks(self) -> None:

@@ -30,7 +30,7 @@ from ranktape.errors import DataError, RunFormatError, UsageError
 from ranktape.storage.format.documents import (
     MAX_COMMIT_NBYTES,
     MAX_PACKED_NBYTES,
-    MAX_SAID_NESTING,
+    MAX_WRITTEN_NESTING,
     array_document,
     check_nesting,
     check_shape,
@@ -250,7 +250,7 @@ def check_form(array: np.ndarray[Any, Any], *, info: RecordInfo) -> None:
     if not free:
         return
     try:
-        check_nesting(free, limit=MAX_SAID_NESTING)
+        check_nesting(free, limit=MAX_WRITTEN_NESTING)
         json.dumps(free, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(

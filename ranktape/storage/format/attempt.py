@@ -190,7 +190,7 @@ def dropped_iterations(backend: Backend, attempt: Attempt) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestedIterations:
     """Iterations that were requested while the training ran."""
 
     name: str
@@ -213,11 +213,11 @@ class IterationPlan:
     """Whether the capture ends, because enough iterations are complete or no more can be."""
     is_enough: bool = False
     """Whether the capture ends because enough iterations are complete."""
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[RequestedIterations, ...] = ()
     """The iterations that were requested while the training ran. They do not count for the minimum."""
 
     @property
-    def asked_iterations(self) -> frozenset[int]:
+    def requested_iterations(self) -> frozenset[int]:
         """All iterations that were requested while the training ran."""
         return frozenset(iteration for request in self.asked for iteration in request.iterations)
 

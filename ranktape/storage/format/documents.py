@@ -46,7 +46,7 @@ MAX_DIMENSIONS = 64
 MAX_NESTING = 128
 """The deepest nesting of lists and dictionaries in a document. Python cannot copy values nested hundreds deep."""
 
-MAX_SAID_NESTING = 64
+MAX_WRITTEN_NESTING = 64
 """The deepest nesting in the metadata of a tensor, which is written as part of a document."""
 
 _NESTED = (dict, list, tuple)

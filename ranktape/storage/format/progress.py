@@ -347,9 +347,9 @@ def read_verdict(
         return None
     last = attempts[-1]
     # Read first: a rank writes the reason why it closed before the verdict is written.
-    closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _Words)
+    closing, damage = _read_or_damage(backend, layout.verdict_path(last.path), _RankDocument)
     final = closing is not None or bool(damage)
-    closing = closing or _Words()
+    closing = closing or _RankDocument()
     progresses = [read_progress(backend, attempt, known=seen.progresses.get(attempt.path)) for attempt in attempts]
     statuses: list[IterationStatus] = []
     for progress in progresses:
@@ -369,7 +369,7 @@ def read_verdict(
         required=last.min_iterations,
         final=final,
         # Only of the first rank that closed: the reasons of the others are in the iterations that they did not commit.
-        notes={rank: _last_words(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
+        notes={rank: _closing_reason(backend, last.path, rank) for rank in sorted(progresses[-1].closed)[: int(final)]},
         problems={**closing.problems, **({"the verdict": damage} if damage else {})},
         ended=closing.ended,
         # A run without a minimum is that of a flight recorder. Its launch may have had several attempts.
@@ -384,7 +384,7 @@ def _asked_iterations(backend: Backend, attempt: Attempt) -> Collection[int]:
         plan = read_plan(backend, attempt=attempt)
     except (DataError, RunFormatError):
         return ()
-    return () if plan is None else plan.asked_iterations
+    return () if plan is None else plan.requested_iterations
 
 
 def write_verdict(
@@ -417,8 +417,8 @@ def write_verdict(
 
 def judge_again(backend: Backend, attempt: Attempt) -> None:
     """Write the verdict on an attempt again from the present state of the run. The coordinator's errors are kept."""
-    verdict_fields, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _Words)
-    verdict_fields = verdict_fields or _Words(
+    verdict_fields, damage = _read_or_damage(backend, layout.verdict_path(attempt.path), _RankDocument)
+    verdict_fields = verdict_fields or _RankDocument(
         problems={"verdict": "it was damaged, and written again"} if damage else {}
     )
     write_verdict(backend, attempt=attempt, problems=verdict_fields.problems, ended=verdict_fields.ended)
@@ -490,10 +490,10 @@ def _reason(backend: Backend, progress: Progress, iteration: int, rank: int, *, 
     mark = progress.marks.get(iteration, {}).get(rank)
     if mark is not None:
         marker = layout.marker_path(path, iteration, rank, mark)
-        marker_fields, damage = _read_or_damage(backend, marker, _Words)
+        marker_fields, damage = _read_or_damage(backend, marker, _RankDocument)
         return f"{mark}, and {damage}" if damage else (marker_fields and marker_fields.reason) or mark.value
     if rank in progress.closed:
-        return f"ended before it ({_last_words(backend, path, rank) or 'no reason was recorded'})"
+        return f"ended before it ({_closing_reason(backend, path, rank) or 'no reason was recorded'})"
     return "never reported (its host may be lost)" if final else "has not committed yet"
 
 
@@ -517,18 +517,18 @@ def _read_of_ranks(
         return {}
     path = attempts[-1].path
     ranks = sorted(layout.ranks_named(backend.list_names(path_of(path, 0).rpartition("/")[0])))
-    documents = for_each(lambda rank: _read_or_damage(backend, path_of(path, rank), _Words), ranks)
+    documents = for_each(lambda rank: _read_or_damage(backend, path_of(path, rank), _RankDocument), ranks)
     texts = {rank: damage or getattr(fields, name, "") for rank, (fields, damage) in zip(ranks, documents, strict=True)}
     return {rank: text for rank, text in texts.items() if text}
 
 
-def _last_words(backend: Backend, attempt: str, rank: int) -> str:
-    fields, damage = _read_or_damage(backend, layout.closed_path(attempt, rank), _Words)
+def _closing_reason(backend: Backend, attempt: str, rank: int) -> str:
+    fields, damage = _read_or_damage(backend, layout.closed_path(attempt, rank), _RankDocument)
     return damage or (fields.reason if fields is not None else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Words:
+class _RankDocument:
     """The fields read from the documents of ranks, of markers, of closed ranks, and of the verdict."""
 
     reason: str = ""

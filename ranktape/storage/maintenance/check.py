@@ -25,7 +25,7 @@ from ranktape.storage.maintenance.check_iteration import (
     decode_stamped,
 )
 from ranktape.storage.maintenance.copy import SPILLED_KEY
-from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, FindingKind, Findings, Repair
 from ranktape.storage.places.backend import Backend, ObjectInfo
 
 _NUM_GROUPS = 4
@@ -60,13 +60,13 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
     for name in names:
         if not layout.is_part_of_run(name):
             findings.note(FindingKind.FOREIGN, "no part of a run", key=name)
-    for debris in _list_debris(backend, findings):
+    for debris in _list_unfinished(backend, findings):
         size = f" ({debris.nbytes} bytes)" if debris.nbytes else ""
         findings.note(
             FindingKind.DEBRIS,
             f"a write that was not ended{size}: it is under way, or its writer was lost",
             key=debris.key,
-            mend=Mend.REMOVE_DEBRIS,
+            mend=Repair.REMOVE_UNFINISHED_WRITE,
             modified=debris.modified,
         )
     report.num_attempts = len(attempts)
@@ -80,13 +80,13 @@ def check_run(backend: Backend, *, deep: bool = False, on_progress: OnProgress |
             check.look(groups, work=work, earlier=complete | dropped)
             complete |= check.view.complete
             dropped |= check.view.dropped
-            check.look_at_verdict(complete, dropped)
+            check.check_verdict(complete, dropped)
     return report
 
 
-def _list_debris(backend: Backend, findings: Findings) -> list[ObjectInfo]:
+def _list_unfinished(backend: Backend, findings: Findings) -> list[ObjectInfo]:
     try:
-        return backend.list_debris()
+        return backend.list_unfinished()
     except StorageError as error:
         # Permission to read a run often excludes listing uploads, and some servers cannot list them.
         if error.is_transient:
@@ -147,7 +147,7 @@ def _check_without_document(backend: Backend, findings: Findings, name: str, num
         f"an attempt that did not begin, or that a late writer left: {len(objects)} objects",
         attempt=number,
         key=f"{name}/",
-        mend=Mend.REMOVE_OBJECTS,
+        mend=Repair.REMOVE_OBJECTS,
         modified=max((info.modified for info in objects), default=0.0),
     )
 
@@ -175,7 +175,7 @@ class _AttemptCheck:
             deep=report.deep,
             leaves=leaves,
         )
-        mend = Mend.WRITE_VERDICT if is_last else None
+        mend = Repair.WRITE_VERDICT if is_last else None
         document = self._findings.read(lambda: self.view.document(self._verdict_key), key=self._verdict_key, mend=mend)
         self._verdict: dict[str, Any] | None = (document or {}).get("attributes")
         counted = (self._verdict or {}).get("complete")
@@ -217,11 +217,11 @@ class _AttemptCheck:
             if not (view.is_open and items and view.backend.exists(dropped)):
                 report.findings += items
 
-    def look_at_verdict(self, complete: set[int], dropped: set[int]) -> None:
+    def check_verdict(self, complete: set[int], dropped: set[int]) -> None:
         """Check that the verdict agrees with the complete and dropped iterations of this and earlier attempts."""
         findings, attempt, verdict, stated = self._findings, self.view.attempt, self._verdict, self._stated
         key = self._verdict_key
-        mend = Mend.WRITE_VERDICT if self._is_last else None
+        mend = Repair.WRITE_VERDICT if self._is_last else None
         required = attempt.min_iterations
         if self._is_enough and len(complete | dropped) < required:
             plan = layout.document_key(layout.plan_path(attempt.path))

@@ -46,7 +46,7 @@ from ranktape.storage.format.documents import (
 )
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
 from ranktape.storage.maintenance.copy import SPILLED_KEY
-from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Repair
 from ranktape.storage.places.backend import Backend, MemoryBudget, ObjectInfo
 from ranktape.storage.query.columns import StringColumn, rows_of, values_of
 
@@ -215,28 +215,28 @@ class _RankCheck:
         try:
             data = view.read(key)
             if data is None:
-                self._look_at_uncommitted()
+                self._check_uncommitted()
                 return None
             decode_stamped(data, key=key, place=view.place(key))
             commit = parse_commit(data, place=view.place(key), key=key)
         except (DataError, RunFormatError) as error:
             findings.error(FindingKind.DAMAGED, f"its document cannot be read: {error}", key=key)
             return None
-        catalogue = self._look_at_catalogue(commit)
+        catalogue = self._check_catalogue(commit)
         if catalogue is not None:
             self._columns = catalogued_columns(catalogue)
-            self._look_at_members()
+            self._check_members()
         result = RankResult(
             commit=commit, catalogue=catalogue, is_whole=not any(finding.is_error for finding in findings.items)
         )
-        self._look_at_marker(result)
+        self._check_marker(result)
         return result
 
     def _findings(self) -> Findings:
         iteration, rank = self._place
         return Findings(attempt=self._view.attempt.number, iteration=iteration, rank=rank)
 
-    def _look_at_uncommitted(self) -> None:
+    def _check_uncommitted(self) -> None:
         findings, view, keys = self.findings, self._view, self._keys
         place = {"key": f"{self._group}/", "modified": max((view.objects[key].modified for key in keys), default=0.0)}
         if Mark.COMMITTED in self._marks or self._place[0] in view.complete:
@@ -252,12 +252,12 @@ class _RankCheck:
             message = f"{len(keys)} objects ({nbytes} bytes) of an iteration that the rank has not committed"
             message += ": it is being recorded, or its processes were lost" if view.is_open else ""
             kind = FindingKind.UNFINISHED if view.is_open else FindingKind.DEBRIS
-            findings.note(kind, message, mend=Mend.REMOVE_OBJECTS, **place)
+            findings.note(kind, message, mend=Repair.REMOVE_OBJECTS, **place)
 
-    def _look_at_marker(self, result: RankResult) -> None:
+    def _check_marker(self, result: RankResult) -> None:
         findings, view = self.findings, self._view
         key = document_key(layout.marker_path(view.attempt.path, *self._place, Mark.COMMITTED))
-        fields: dict[str, Any] = {"key": key, "mend": Mend.RESTORE_MARKER if result.is_whole else None}
+        fields: dict[str, Any] = {"key": key, "mend": Repair.RESTORE_MARKER if result.is_whole else None}
         if Mark.COMMITTED in self._marks:
             marker = self._marks[Mark.COMMITTED]
             if marker is None:
@@ -275,7 +275,7 @@ class _RankCheck:
                 message += " not yet: it is being recorded, or the rank was lost"
                 findings.note(FindingKind.UNFINISHED, message, **fields)
 
-    def _look_at_catalogue(self, commit: RankCommit) -> Catalogue | None:
+    def _check_catalogue(self, commit: RankCommit) -> Catalogue | None:
         """The catalogue of the rank; None if it is not the committed one."""
         findings, view, path = self.findings, self._view, f"{self._group}/{layout.CATALOGUE}"
         document = view.expect_document(findings, document_key(path), subject="the document of the rank's catalogue is")
@@ -290,13 +290,13 @@ class _RankCheck:
         findings.error(FindingKind.MISMATCH, f"{message} of {actual} bytes", key=self._key)
         return None
 
-    def _look_at_members(self) -> None:
+    def _check_members(self) -> None:
         """Check all arrays that the catalogue names, and the other objects beside them."""
         findings, view, group = self.findings, self._view, self._group
         rows: dict[str, list[int]] = {}
         for row, (stack, site) in enumerate(zip(self._columns["stack"], self._columns["site"], strict=True)):
             rows.setdefault(stack or site, []).append(row)
-        jobs = [view.leaves.submit(self._look_at_array, name, some) for name, some in rows.items()]
+        jobs = [view.leaves.submit(self._check_array, name, some) for name, some in rows.items()]
         catalogue = f"{group}/{layout.CATALOGUE}"
         expected = {self._key, document_key(catalogue), blob_key(catalogue)}
         for parent in sorted(
@@ -314,10 +314,10 @@ class _RankCheck:
         )
         for key in self._keys:
             if key not in expected and not key.startswith(lost):
-                fields = {"mend": Mend.REMOVE_OBJECTS, "modified": view.objects[key].modified}
+                fields = {"mend": Repair.REMOVE_OBJECTS, "modified": view.objects[key].modified}
                 findings.note(FindingKind.DEBRIS, "an object that the commit does not name", key=key, **fields)
 
-    def _look_at_array(self, name: str, rows: list[int]) -> tuple[list[CheckFinding], set[str]]:
+    def _check_array(self, name: str, rows: list[int]) -> tuple[list[CheckFinding], set[str]]:
         """The findings on one array of the commit, and the keys of its objects."""
         findings, view, columns = self._findings(), self._view, self._columns
         path, key = f"{self._group}/{name}", document_key(f"{self._group}/{name}")
@@ -426,7 +426,7 @@ def check_iteration(view: AttemptView, iteration: int, results: Mapping[int, Ran
         if has_marks or is_opened or iteration in view.complete or any(step == iteration for step, _ in view.groups):
             message = "the iteration was removed to keep the run small, and parts of it are left"
             key = document_key(layout.dropped_path(view.attempt.path, iteration))
-            findings.note(FindingKind.DEBRIS, message, key=key, mend=Mend.FINISH_REMOVAL)
+            findings.note(FindingKind.DEBRIS, message, key=key, mend=Repair.FINISH_REMOVAL)
         return findings.items
     if has_marks and not is_opened and view.nbytes(opened) is None:
         # Another process writes the document and may have died before. No reader needs it.
@@ -452,7 +452,7 @@ def _check_missing(
     view: AttemptView, findings: Findings, results: Mapping[int, RankResult | None], *, key: str, can_finish: bool
 ) -> None:
     """Check an iteration without an iteration commit."""
-    mend = Mend.FINISH_ITERATION if can_finish else None
+    mend = Repair.FINISH_ITERATION if can_finish else None
     assert findings.iteration is not None
     if can_finish:
         view.finishable.add(findings.iteration)

@@ -46,7 +46,7 @@ class FindingKind(enum.StrEnum):
     """An object that could not be checked: the store refuses to read it, or it exceeds the memory of this machine."""
 
 
-class Mend(enum.StrEnum):
+class Repair(enum.StrEnum):
     """The repairs of `ranktape repair`, in the order in which they are applied."""
 
     RESTORE_MARKER = "restore the marker"
@@ -57,7 +57,7 @@ class Mend(enum.StrEnum):
     """Delete the rest of an iteration whose removal was interrupted."""
     REMOVE_OBJECTS = "remove the objects"
     """Delete objects that no commit names."""
-    REMOVE_DEBRIS = "remove the unfinished write"
+    REMOVE_UNFINISHED_WRITE = "remove the unfinished write"
     """Delete a partial file or an unfinished upload."""
     WRITE_VERDICT = "write the verdict again"
     """Write it from the present state of the run."""
@@ -83,7 +83,7 @@ class CheckFinding:
     """Path of the tensor below its iteration; empty if it is not about one."""
     key: str = ""
     """Key of the object, or prefix of the objects, below the run."""
-    mend: Mend | None = None
+    mend: Repair | None = None
     """The repair of `ranktape repair`; None if there is none."""
     modified: float = 0.0
     """Time of the last write to the object, in seconds since the epoch, if the repair removes it."""

@@ -19,7 +19,7 @@ from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, read_document
 from ranktape.storage.format.progress import judge_again
 from ranktape.storage.maintenance import OnProgress
 from ranktape.storage.maintenance.check import check_run
-from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Mend
+from ranktape.storage.maintenance.finding import CheckFinding, CheckReport, Repair
 from ranktape.storage.maintenance.prune import drop_iteration
 from ranktape.storage.places.backend import Backend
 
@@ -77,7 +77,7 @@ def repair_run(
         done = []
         attempts = {attempt.path: attempt for attempt in read_attempts(backend)}
         for finding in due:
-            if _mend(backend, finding, attempts):
+            if _repair(backend, finding, attempts):
                 done.append(finding)
                 if on_done is not None:
                     on_done(finding)
@@ -104,7 +104,7 @@ def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
         return min_age_seconds == 0 or 0 < modified <= latest
 
     busy = {path for path, modified in report.unclosed.items() if not is_old(modified)}
-    removals = {Mend.REMOVE_OBJECTS, Mend.REMOVE_DEBRIS}
+    removals = {Repair.REMOVE_OBJECTS, Repair.REMOVE_UNFINISHED_WRITE}
     due = [
         finding
         for finding in report.findings
@@ -112,25 +112,25 @@ def _due(report: CheckReport, *, min_age_seconds: float) -> list[CheckFinding]:
         and finding.key.partition("/")[0] not in busy
         and (finding.mend not in removals or is_old(finding.modified))
     ]
-    return sorted(due, key=lambda finding: list(Mend).index(finding.mend or Mend.RESTORE_MARKER))
+    return sorted(due, key=lambda finding: list(Repair).index(finding.mend or Repair.RESTORE_MARKER))
 
 
-def _mend(backend: Backend, finding: CheckFinding, attempts: Mapping[str, Attempt]) -> bool:
+def _repair(backend: Backend, finding: CheckFinding, attempts: Mapping[str, Attempt]) -> bool:
     """Apply the repair of a finding; False if it turned out not to be needed."""
-    if finding.mend is Mend.REMOVE_OBJECTS:
+    if finding.mend is Repair.REMOVE_OBJECTS:
         return _remove(backend, finding.key)
-    if finding.mend is Mend.REMOVE_DEBRIS:
-        leftovers = [debris for debris in backend.list_debris() if debris.key == finding.key]
-        backend.remove_debris(leftovers)
+    if finding.mend is Repair.REMOVE_UNFINISHED_WRITE:
+        leftovers = [debris for debris in backend.list_unfinished() if debris.key == finding.key]
+        backend.remove_unfinished(leftovers)
         return bool(leftovers)
     attempt = attempts[finding.key.partition("/")[0]]
-    if finding.mend is Mend.WRITE_VERDICT:
+    if finding.mend is Repair.WRITE_VERDICT:
         judge_again(backend, attempt)
         return True
     assert finding.iteration is not None
-    if finding.mend is Mend.FINISH_ITERATION:
+    if finding.mend is Repair.FINISH_ITERATION:
         finish_iteration(backend, attempt=attempt, iteration=finding.iteration)
-    elif finding.mend is Mend.FINISH_REMOVAL:
+    elif finding.mend is Repair.FINISH_REMOVAL:
         drop_iteration(backend, attempt=attempt, iteration=finding.iteration)
     else:
         assert finding.rank is not None

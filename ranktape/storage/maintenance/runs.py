@@ -23,7 +23,7 @@ from ranktape.storage.places.urls import open_backend
 MAX_DEPTH = 4
 """The default number of levels below the URL that are searched."""
 
-MAX_PLACES = 10_000
+MAX_NAMES = 10_000
 """The number of names after which the search ends with an error."""
 
 MAX_NAMED = 6
@@ -90,7 +90,7 @@ def find_runs(
     """
     expect_least(0, depth=max_depth)
     backend = open_backend(url, storage_options=storage_options)
-    summarize_level = functools.partial(_look, backend, url=os.fspath(url), storage_options=storage_options)
+    summarize_level = functools.partial(_summarize_level, backend, url=os.fspath(url), storage_options=storage_options)
     summary, names = summarize_level("")
     if summary is None and not names:
         raise RunNotFoundError(f"there is nothing at {backend.url}: check the URL")
@@ -98,9 +98,9 @@ def find_runs(
     num_seen = 0
     for _ in range(max_depth):
         num_seen += len(names)
-        if num_seen > MAX_PLACES:
+        if num_seen > MAX_NAMES:
             raise UsageError(
-                f"there are more than {MAX_PLACES} names below {backend.url}: give a URL nearer to the runs, or search "
+                f"there are more than {MAX_NAMES} names below {backend.url}: give a URL nearer to the runs, or search "
                 f"fewer levels (--depth)"
             )
         level = for_each(summarize_level, names)
@@ -157,7 +157,7 @@ def summarize(backend: Backend, *, path: str = "") -> RunSummary:
     )
 
 
-def _look(
+def _summarize_level(
     backend: Backend, place: str, *, url: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[RunSummary | None, list[str]]:
     """The run at a path below the backend, or the paths below it if there is no run."""

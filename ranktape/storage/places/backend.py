@@ -153,7 +153,7 @@ class ObjectInfo:
     """An object in a listing, or a leftover: a partial file or an unfinished upload."""
 
     key: str
-    """Key relative to the listed prefix. For a leftover, a name for `remove_debris` that contains the intended key."""
+    """Key relative to the listed prefix. For a leftover, a name for `remove_unfinished` with the intended key in it."""
     nbytes: int
     """Size in bytes; 0 for a leftover whose size the store does not give."""
     modified: float
@@ -228,12 +228,12 @@ class Backend(Protocol):
         """Delete many objects. Those that do not exist are ignored."""
         ...
 
-    def list_debris(self) -> list[ObjectInfo]:
+    def list_unfinished(self) -> list[ObjectInfo]:
         """Unfinished writes, sorted by key. Those of running writers are included."""
         return []
 
-    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
-        """Delete results of `list_debris`. Those that no longer exist are ignored."""
+    def remove_unfinished(self, debris: Sequence[ObjectInfo]) -> None:
+        """Delete results of `list_unfinished`. Those that no longer exist are ignored."""
         assert not debris, "none was listed"
 
     def flush(self) -> None:
@@ -268,8 +268,8 @@ class ForwardingBackend(Backend):
     list_names = _forwarded(Backend.list_names)
     delete = _forwarded(Backend.delete)
     delete_keys = _forwarded(Backend.delete_keys)
-    list_debris = _forwarded(Backend.list_debris)
-    remove_debris = _forwarded(Backend.remove_debris)
+    list_unfinished = _forwarded(Backend.list_unfinished)
+    remove_unfinished = _forwarded(Backend.remove_unfinished)
     flush = _forwarded(Backend.flush)
 
 

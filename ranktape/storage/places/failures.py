@@ -142,14 +142,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 def store_error(error: BaseException, *, verb: str, place: str, redact: Redactor) -> StorageError:
     """The error to raise for an error of a client."""
-    kind, way_out = _kind(error)
+    kind, remedy = _kind(error)
     detail = redact(" ".join(_text(error).split()))
     if len(detail) > _MAX_DETAIL:
         detail = detail[:_MAX_DETAIL] + "..."
     status, code = answer_of(error)
     if answer := " ".join(part for part in (str(status or ""), code) if part and part not in detail):
         detail += f" ({answer})"
-    return kind(printable(f"cannot {verb} {place}: {detail}: {way_out}"))
+    return kind(printable(f"cannot {verb} {place}: {detail}: {remedy}"))
 
 
 def _text(error: BaseException) -> str:
@@ -168,7 +168,7 @@ def _kind(error: BaseException) -> tuple[type[StorageError], str]:
     text = str(error)
     busy = f"the server answered {status or 'so'} and may be overloaded or out of order: try again later"
     wrong = "the credentials are wrong or lack the permission: check key and secret, their policy and the endpoint"
-    refused = "give credentials that may do this, mend the permissions, or choose another URL"
+    refused = "give credentials that may do this, correct the permissions, or choose another URL"
     rules: tuple[tuple[Any, type[StorageError], str], ...] = (
         (
             numbers & FULL or code in _FULL_CODES or status == _HTTP_FULL,
@@ -192,7 +192,7 @@ def _kind(error: BaseException) -> tuple[type[StorageError], str]:
         ),
         (True, StorageError, "check the URL, the storage options and that nothing else lies in the way"),
     )
-    return next((kind, way_out) for holds, kind, way_out in rules if holds)
+    return next((kind, remedy) for holds, kind, remedy in rules if holds)
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
@@ -214,9 +214,9 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
 def local_error(error: OSError, *, verb: str, place: str) -> StorageError:
     """The error to raise for an error of the operating system."""
     kind, _ = _kind(error)
-    way_out = {
+    remedy = {
         UnreachableError: "check the disk or the file server, then try again, or choose another URL",
         NoSpaceError: "free space or raise the quota, or choose another URL",
-        AccessDeniedError: "mend the permissions of the directory, or choose another URL",
+        AccessDeniedError: "correct the permissions of the directory, or choose another URL",
     }.get(kind, "move aside what is in the way, or choose another URL")
-    return kind(printable(f"cannot {verb} {place}: {error.strerror or error}: {way_out}"))
+    return kind(printable(f"cannot {verb} {place}: {error.strerror or error}: {remedy}"))

@@ -182,12 +182,12 @@ class LocalBackend(Backend):
             with self._translated("delete", key):
                 self._unlink(self._within(key))
 
-    def list_debris(self) -> list[ObjectInfo]:
+    def list_unfinished(self) -> list[ObjectInfo]:
         """Partial files, including those of running writers."""
         with self._translated("list", ""):
             return list(self._list("", are_partial=True))
 
-    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
+    def remove_unfinished(self, debris: Sequence[ObjectInfo]) -> None:
         """Delete partial files, and directories that become empty."""
         self.delete_keys([file.key for file in debris if file.key.endswith(PARTIAL_SUFFIX)])
 

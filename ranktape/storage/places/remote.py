@@ -331,12 +331,12 @@ class S3Backend(RemoteBackend):
 
     delete = Backend.delete
 
-    def list_debris(self) -> list[ObjectInfo]:
+    def list_unfinished(self) -> list[ObjectInfo]:
         """Multipart uploads that were neither completed nor aborted."""
         uploads = self._call("list", "", lambda: list(self._uploads()))
         return sorted(uploads, key=lambda upload: upload.key)
 
-    def remove_debris(self, debris: Sequence[ObjectInfo]) -> None:
+    def remove_unfinished(self, debris: Sequence[ObjectInfo]) -> None:
         """Abort multipart uploads."""
         for upload in debris:
             self._call("delete", upload.key.rpartition("?")[0], partial(self._abort, upload.key))

@@ -203,7 +203,7 @@ def parse_where(text: str) -> Where:
 _CONTEXT = 40
 """The number of characters that a message shows on either side of an error."""
 
-_MAX_FOUND = 20
+_MAX_SHOWN = 20
 """The number of characters that a message shows of the unexpected text."""
 
 _MAX_NUMBER = 10**40
@@ -222,7 +222,7 @@ _SWAPPED = str.maketrans("<>", "><")
 
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
-_MENDED = {
+_CORRECTIONS = {
     r"~|\blike\b(?!\s*\()": "like(field, 'pattern')",
     r"(?<![=!<>])=(?!=)": "==",
     r"&+|\bAND\b": "and",
@@ -339,15 +339,14 @@ class _Reader:
         # Python counts columns in bytes.
         start = len(self._spaced.encode()[: node.col_offset].decode())
         return self._error(
-            f"expected {expected}", start + self._indent, found=ast.get_source_segment(self._spaced, node)
+            f"expected {expected}", start + self._indent, segment=ast.get_source_segment(self._spaced, node)
         )
 
-    def _error(self, message: str, start: int, *, found: str | None = None) -> UsageError:
-        """The error at a position, with the text found there."""
-        found = found or re.split(r"(?<=\w)\b|\s", self._text[start:], maxsplit=1)[0]
-        shown = repr(found[:_MAX_FOUND]) if found else "the end"
-        hint = next(
-            (f" (write {correction})" for written, correction in _MENDED.items() if re.search(written, self._bare)), ""
-        )
+    def _error(self, message: str, start: int, *, segment: str | None = None) -> UsageError:
+        """The error at a position, with the text at that position."""
+        segment = segment or re.split(r"(?<=\w)\b|\s", self._text[start:], maxsplit=1)[0]
+        shown = repr(segment[:_MAX_SHOWN]) if segment else "the end"
+        hints = (text for pattern, text in _CORRECTIONS.items() if re.search(pattern, self._bare))
+        hint = next((f" (write {text})" for text in hints), "")
         context = self._text[max(0, start - _CONTEXT) : start + _CONTEXT]
         return UsageError(f"{message} at character {start + 1}, found {shown}{hint}, in {context!r}")

@@ -58,7 +58,7 @@ def claim_run(backend: RetryingBackend, *, launch: Launch, resume: bool, overwri
         RunExistsError: the URL has another launch's run or something that is not a run, or another launch is recording
             into the run.
     """
-    check_place(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
+    check_target(backend, resume=resume, overwrite=overwrite, launch_id=launch.launch_id)
     return Lease(backend, launch=launch)
 
 
@@ -83,7 +83,7 @@ def begin_attempt(
         RunExistsError: the URL has another launch's run or something that is not a run.
         UsageError: the URL is too long for keys below it.
     """
-    data = check_place(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
+    data = check_target(backend, resume=resume or add, overwrite=overwrite, launch_id=launch.launch_id)
     is_anothers = data is not None and run_attributes(data, place=backend.url).get("launch_id") != launch.launch_id
     if is_anothers and overwrite:
         delete_parts(backend)
@@ -127,10 +127,10 @@ def begin_attempt(
 def _planned_iterations(backend: Backend, attempt: Attempt) -> set[int]:
     """The iterations that every rank of an attempt finished, without those requested while it ran."""
     plan = read_plan(backend, attempt=attempt)
-    return set(whole_iterations(backend, attempt)) - (set() if plan is None else plan.asked_iterations)
+    return set(whole_iterations(backend, attempt)) - (set() if plan is None else plan.requested_iterations)
 
 
-def check_place(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
+def check_target(backend: Backend, *, resume: bool, overwrite: bool, launch_id: str | None = None) -> bytes | None:
     """Check, before anything is written, that a launch may record at a URL; the document of the run there, if any.
 
     Without `launch_id`, the launch is a new one. A run that has ended and in which nothing was stored may be replaced.

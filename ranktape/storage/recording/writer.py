@@ -61,14 +61,14 @@ MAX_STACK_NBYTES = 32 << 20
 MAX_STACK_RECORDS = 8192
 """The number of tensors at which a stack is written."""
 
-MAX_HELD_NBYTES = 64 << 20
+MAX_WAITING_NBYTES = 64 << 20
 """The total size of a writer's stacks at which all of them are written, in bytes."""
 
 STORE_CONCURRENCY = 8
 """The default number of stacks and large tensors that a rank sends concurrently."""
 
 
-class HeldTensor(NamedTuple):
+class WaitingTensor(NamedTuple):
     """A small tensor that waits to be written."""
 
     array: np.ndarray[Any, Any]
@@ -85,13 +85,13 @@ class HeldTensor(NamedTuple):
 class Pending:
     """The state of an iteration that is not committed yet: written tensors, and small ones that wait."""
 
-    taken: set[str] = field(default_factory=set)
+    claimed: set[str] = field(default_factory=set)
     """The paths of tensors that are written or being written."""
     entries: list[CatalogueEntry] = field(default_factory=list)
     """The written tensors."""
-    held: dict[tuple[Any, ...], list[HeldTensor]] = field(default_factory=dict)
+    waiting: dict[tuple[Any, ...], list[WaitingTensor]] = field(default_factory=dict)
     """The waiting tensors, by the properties that tensors of one array share."""
-    held_nbytes: int = 0
+    waiting_nbytes: int = 0
     """Size of the values of waiting tensors, in bytes."""
     num_stacks: int = 0
     """Number of stacks that are written or being written."""
@@ -99,30 +99,30 @@ class Pending:
     """Number of threads that are writing stacks."""
     failure: Exception | None = None
     """Why a stack could not be written."""
-    why_spilled: str | None = None
+    spill_reason: str | None = None
     """Why the iteration is written to the spill directory; None if it is written to the store."""
 
-    def hold(self, item: HeldTensor) -> list[HeldTensor] | None:
+    def add(self, item: WaitingTensor) -> list[WaitingTensor] | None:
         """Add a tensor to its stack; returns the stack if it is full and must be written."""
         info = item.info
         # Statistics of all tensors share a stack, because the document of an array is much larger than they are.
         is_alike = info.keep == Keep.STATISTICS
         form = (info.dtype, info.shape, info.layout, item.array.dtype, info.nbytes)
         key = (info.keep,) if is_alike else (info.keep, *form)
-        stack = self.held.setdefault(key, [])
+        stack = self.waiting.setdefault(key, [])
         stack.append(item)
-        self.held_nbytes += item.array.nbytes
+        self.waiting_nbytes += item.array.nbytes
         if len(stack) < MAX_STACK_RECORDS and len(stack) * item.array.nbytes < MAX_STACK_NBYTES:
             return None
         return self._take(key)
 
-    def take_all(self) -> list[list[HeldTensor]]:
+    def take_all(self) -> list[list[WaitingTensor]]:
         """Remove and return all stacks."""
-        return [self._take(key) for key in list(self.held)]
+        return [self._take(key) for key in list(self.waiting)]
 
-    def _take(self, key: tuple[Any, ...]) -> list[HeldTensor]:
-        stack = self.held.pop(key)
-        self.held_nbytes -= len(stack) * stack[0].array.nbytes
+    def _take(self, key: tuple[Any, ...]) -> list[WaitingTensor]:
+        stack = self.waiting.pop(key)
+        self.waiting_nbytes -= len(stack) * stack[0].array.nbytes
         return stack
 
 
@@ -220,10 +220,10 @@ class RankWriter:
         write_group(self._backend, layout.rank_path(attempt.path, rank), attributes)
 
     @property
-    def held_nbytes(self) -> int:
+    def waiting_nbytes(self) -> int:
         """Size of the small tensors that wait to be written, in bytes."""
         with self._changed:
-            return sum(pending.held_nbytes for pending in self._open.values())
+            return sum(pending.waiting_nbytes for pending in self._open.values())
 
     def holds(self, array: np.ndarray[Any, Any]) -> bool:
         """Whether `write` holds a tensor, to store it with others."""
@@ -264,11 +264,11 @@ class RankWriter:
             if pending is not None:
                 with self._changed:
                     # The tensor was not written; its histogram may be written under the same name.
-                    pending.taken.discard(site)
+                    pending.claimed.discard(site)
             release()
             raise
         if is_held:
-            self._hold(pending, HeldTensor(array=array, info=stored, site=site, release=release))
+            self._add_to_stack(pending, WaitingTensor(array=array, info=stored, site=site, release=release))
         else:
             release()
         return stored
@@ -281,11 +281,11 @@ class RankWriter:
         """
         with self._changed:
             pending = self._begun(iteration)
-            if twice := pending.taken & {entry.site for entry in entries}:
+            if twice := pending.claimed & {entry.site for entry in entries}:
                 raise CaptureError(
                     f"two tensors of iteration {iteration} on rank {self._rank} have the name {min(twice)}"
                 )
-            pending.taken |= {entry.site for entry in entries}
+            pending.claimed |= {entry.site for entry in entries}
             pending.entries += entries
             if any(entry.stack for entry in entries):
                 # New stacks get numbers that are not in use.
@@ -351,7 +351,7 @@ class RankWriter:
         self._put_through(pending, lambda backend: self._commit(backend, iteration, pending, summary))
         with self._changed:
             self._settle(iteration)
-        return pending.why_spilled
+        return pending.spill_reason
 
     def _commit(self, backend: Backend, iteration: int, pending: Pending, summary: Mapping[str, Any]) -> None:
         check_attempt(backend, self._attempt)
@@ -366,7 +366,7 @@ class RankWriter:
         key = layout.document_key(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
         document = encode_document(group_document(attributes), key=key)
         backend.flush()
-        if self._spill is not None and pending.why_spilled is not None:
+        if self._spill is not None and pending.spill_reason is not None:
             self._spill.announce()
         backend.put(key, [document])
         backend.flush()
@@ -390,7 +390,7 @@ class RankWriter:
         for stack in work:
             for item in stack:
                 item.release()
-        if self._spill is not None and pending.why_spilled is not None:
+        if self._spill is not None and pending.spill_reason is not None:
             self._spill.backend.delete(layout.rank_iteration_path(self._attempt.path, self._rank, iteration))
 
     def mark(self, iteration: int, *, mark: layout.Mark, attributes: Mapping[str, Any]) -> None:
@@ -419,15 +419,15 @@ class RankWriter:
         """
         if self._spill is None:
             return work(self._backend)
-        if pending.why_spilled is None:
-            pending.why_spilled = self._spill.reason()
-        if pending.why_spilled is None:
+        if pending.spill_reason is None:
+            pending.spill_reason = self._spill.reason()
+        if pending.spill_reason is None:
             try:
                 return work(self._backend)
             except RunLostError:
                 raise
             except StorageError as error:
-                pending.why_spilled = self._spill.reason(error)
+                pending.spill_reason = self._spill.reason(error)
         return work(self._spill.backend)
 
     def _begun(self, iteration: int) -> Pending:
@@ -446,12 +446,12 @@ class RankWriter:
     def _take(self, site: str, iteration: int) -> Pending:
         with self._changed:
             pending = self._begun(iteration)
-            if site in pending.taken:
+            if site in pending.claimed:
                 raise CaptureError(
                     f"two tensors of iteration {iteration} on rank {self._rank} have the name {site}: "
                     f"give one of them another module or tensor_name"
                 )
-            pending.taken.add(site)
+            pending.claimed.add(site)
             return pending
 
     def _check_now_and_then(self, backend: Backend) -> None:
@@ -465,18 +465,18 @@ class RankWriter:
             self._next_check = 0.0
             raise
 
-    def _hold(self, pending: Pending, item: HeldTensor) -> None:
+    def _add_to_stack(self, pending: Pending, item: WaitingTensor) -> None:
         with self._changed:
-            full_stack = pending.hold(item)
+            full_stack = pending.add(item)
             if full_stack is not None:
                 pending.num_busy += 1
-            is_much = sum(open_pending.held_nbytes for open_pending in self._open.values()) > MAX_HELD_NBYTES
+            is_much = sum(open_pending.waiting_nbytes for open_pending in self._open.values()) > MAX_WAITING_NBYTES
         if full_stack is not None:
             self._write_stack(pending, full_stack)
         if is_much:
             self.flush_stacks()
 
-    def _write_stack(self, pending: Pending, stack: list[HeldTensor]) -> None:
+    def _write_stack(self, pending: Pending, stack: list[WaitingTensor]) -> None:
         try:
             self._store_stack(pending, stack)
         except Exception as error:  # noqa: BLE001  # it is the iteration's, and raised by its commit
@@ -493,7 +493,7 @@ class RankWriter:
                     with self._changed:
                         pending.failure = pending.failure or error
 
-    def _store_stack(self, pending: Pending, stack: list[HeldTensor]) -> None:
+    def _store_stack(self, pending: Pending, stack: list[WaitingTensor]) -> None:
         info = stack[0].info
         with self._changed:
             number = pending.num_stacks

@@ -44,13 +44,13 @@ class RecordColumns(Protocol):
         ...
 
 
-_PLACE = (
+_SITE_DIMS = (
     *("layer_idx", "layer_stack", "module", "layer_type", "operation"),
     *("phase", "component", "quant_type", "tensor_name"),
 )
 """The fields that describe a tensor. Some follow from others."""
 
-_IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_PLACE)
+_IDENTITY = ("iteration", "attempt", "rank", "microbatch", "call", "mode", *_SITE_DIMS)
 """The fields in which records may differ, in the order of dimensions."""
 
 _ALIKE = ("keep", "dtype", "shape", "layout", "sample_dim")
@@ -218,7 +218,7 @@ def _independent(dims: Sequence[_Dim]) -> tuple[list[_Dim], list[tuple[_Dim, _Di
 
 
 def _follows(dim: _Dim, leading: _Dim) -> bool:
-    may_follow = {dim.name, leading.name} <= set(_PLACE) or (dim.name, leading.name) == ("attempt", "iteration")
+    may_follow = {dim.name, leading.name} <= set(_SITE_DIMS) or (dim.name, leading.name) == ("attempt", "iteration")
     pairs = set(zip(leading.places.tolist(), dim.places.tolist(), strict=True)) if may_follow else ()
     return len(pairs) == len(leading.values)
 
@@ -230,12 +230,12 @@ def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any
     seen = set(combinations)
     if len(seen) < num_records:
         twice = Counter(combinations).most_common(1)[0][0]
-        raise UsageError(f"several records are alike ({_words(dims, twice)}): select one of them")
+        raise UsageError(f"several records are alike ({_fields_text(dims, twice)}): select one of them")
     names = ", ".join(dim.name for dim in dims)
     absent = (one for one in itertools.product(*map(range, shape)) if one not in seen)
     missing = list(itertools.islice(absent, _MAX_NAMED))
     if missing:
-        shown = "; ".join(_words(dims, one) for one in missing)
+        shown = "; ".join(_fields_text(dims, one) for one in missing)
         raise UsageError(
             f"a stack has a record for every combination of {names}, and some are missing ({shown}): "
             f"select fewer values of {names.replace(', ', ' or ')}"
@@ -245,7 +245,7 @@ def _positions(dims: Sequence[_Dim], *, num_records: int) -> np.ndarray[Any, Any
     return positions
 
 
-def _words(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
+def _fields_text(dims: Sequence[_Dim], combination: Sequence[int]) -> str:
     return " ".join(f"{dim.name}={dim.values[place]!r}" for dim, place in zip(dims, combination, strict=True))
 
 

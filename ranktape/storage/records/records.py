@@ -86,12 +86,12 @@ class LazyTable(RecordTable, RecordReader, Protocol):
         ...
 
 
-class _HeldTable:
+class _TableRows:
     """Some rows of another table, without a reference to it."""
 
     def __init__(self, table: RecordTable, rows: np.ndarray[Any, Any]) -> None:
         self.num_rows = len(rows)
-        self._columns = {name: _held(rows_of(table.column(name), rows)) for name in COLUMNS}
+        self._columns = {name: _compact(rows_of(table.column(name), rows)) for name in COLUMNS}
         self._groups = [table.group_of(row) for row in rows.tolist()]
 
     def column(self, name: str) -> Column:
@@ -103,7 +103,7 @@ class _HeldTable:
         return self._groups[row]
 
 
-def _held(column: Column) -> Column:
+def _compact(column: Column) -> Column:
     """The column without texts that no row uses."""
     if not isinstance(column, StringColumn):
         return column
@@ -133,9 +133,9 @@ class Listing:
         """The records at some positions if this saves reading, else all records."""
         return self if self.lazy is None else Listing.of_files(self.lazy.narrow(rows), source=self.source)
 
-    def held(self, rows: np.ndarray[Any, Any]) -> Listing:
+    def detached(self, rows: np.ndarray[Any, Any]) -> Listing:
         """The records at some positions, without a reference to the others."""
-        return replace(self, table=_HeldTable(self.table, rows)) if self.lazy is None else self.narrow(rows)
+        return replace(self, table=_TableRows(self.table, rows)) if self.lazy is None else self.narrow(rows)
 
     def column(self, name: str, rows: np.ndarray[Any, Any]) -> Column:
         """The values of a column at some positions."""
@@ -172,7 +172,7 @@ class Records(Sequence[Record]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the selected rows, so that another process does not receive all records of the run."""
-        return self._narrowed(self._rows, narrow=Listing.held).__dict__
+        return self._narrowed(self._rows, narrow=Listing.detached).__dict__
 
     def __len__(self) -> int:
         return len(self._rows)

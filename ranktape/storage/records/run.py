@@ -265,7 +265,7 @@ def _shared_reader(pickled: bytes) -> RunReader:
     return RunReader(pickle.loads(pickled))  # noqa: S301  # a part of a pickle that is being loaded already
 
 
-_KEPT_RECORDS = 500_000
+_MAX_CACHED_RECORDS = 500_000
 """The number of records whose columns a run caches, in addition to those of existing selections: about 100 MB."""
 
 
@@ -275,7 +275,7 @@ class _Catalogues:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._held: weakref.WeakValueDictionary[tuple[str, int], Catalogue] = weakref.WeakValueDictionary()
-        self._kept: dict[tuple[str, int], Catalogue] = {}
+        self._recent: dict[tuple[str, int], Catalogue] = {}
 
     def at(self, groups: Sequence[tuple[str, int]]) -> list[Catalogue]:
         """The catalogues of some attempts and iterations, in their order."""
@@ -284,12 +284,12 @@ class _Catalogues:
         catalogues |= zip(unread, for_each(lambda group: open_catalogue(self._backend, *group), unread), strict=True)
         self._held.update(catalogues)
         # The most recent ones come last.
-        self._kept = {
-            group: catalogue for group, catalogue in self._kept.items() if group not in catalogues
+        self._recent = {
+            group: catalogue for group, catalogue in self._recent.items() if group not in catalogues
         } | catalogues
-        num_excess = sum(catalogue.num_rows for catalogue in self._kept.values()) - _KEPT_RECORDS
+        num_excess = sum(catalogue.num_rows for catalogue in self._recent.values()) - _MAX_CACHED_RECORDS
         while num_excess > 0:
-            num_excess -= self._kept.pop(next(iter(self._kept))).num_rows
+            num_excess -= self._recent.pop(next(iter(self._recent))).num_rows
         return [catalogues[group] for group in groups]
 
 
