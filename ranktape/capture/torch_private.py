@@ -80,6 +80,52 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
     return module._parameters  # noqa: SLF001
 
 
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The submodules of a module itself. A class may have something else under the name of one."""
+    return module._modules  # noqa: SLF001
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The forward pre-hooks of a module, by their identifiers."""
+    return module._forward_pre_hooks  # noqa: SLF001
+
+
+def forward_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The forward hooks of a module, by their identifiers."""
+    return module._forward_hooks  # noqa: SLF001
+
+
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What `nn.Module.__call__` calls after `nn.Module.compile`; None before."""
+    return module._compiled_call_impl  # noqa: SLF001
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Set what `nn.Module.__call__` calls."""
+    module._compiled_call_impl = call  # noqa: SLF001
+
+
+def call_at_backward_end(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is running, as torch's own DDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+
+
+def local_shape_and_offset(shape: torch.Size, *, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's shard of a DTensor, and its offset in the whole tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(local), tuple(offset)
+
+
+def keep_in_graphs(operator: Any) -> None:
+    """Declare that an operator has an effect, so that a graph keeps its calls, in their order."""
+    # It imports a part of the compiler.
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
 def global_forward_pre_hooks() -> dict[int, Callable[..., Any]]:
     """The global forward pre-hooks, by their identifiers."""
     return torch.nn.modules.module._global_forward_pre_hooks  # noqa: SLF001

@@ -211,16 +211,18 @@ class Quantizer:
         def compile_module(module: nn.Module, *args: Any, **options: Any) -> None:
             import torch
 
+            from ranktape.capture.torch_private import compiled_call_of, set_compiled_call
+
             _check_graph(module, options)
             original(module, *args, **options)
-            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (called by `nn.Module.__call__`)
+            compiled: Any = compiled_call_of(module)
 
             def call(*call_args: Any, **call_options: Any) -> Any:
                 if not torch.compiler.is_compiling():
                     self._before_call(module)
                 return compiled(*call_args, **call_options)
 
-            module._compiled_call_impl = call  # noqa: SLF001  (as above)
+            set_compiled_call(module, call)
 
         return compile_module
 

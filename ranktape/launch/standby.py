@@ -19,6 +19,16 @@ from torch import nn
 from torch.nn.modules import module as _calls
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ranktape.capture.torch_private import (
+    FAKE,
+    compiled_call_of,
+    get_dispatch_mode,
+    is_jit_traced,
+    modules_of,
+    parameters_of,
+    set_compiled_call,
+)
+
 
 class Standby:
     """Waits for the training, and calls `begin` once when it starts."""
@@ -124,26 +134,26 @@ class Standby:
         @functools.wraps(self._compile)
         def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             self._compile(module, *args, **kwargs)
-            compiled: Any = module._compiled_call_impl  # noqa: SLF001  (called by `nn.Module.__call__`)
+            compiled: Any = compiled_call_of(module)
 
             def call(*call_args: Any, **call_kwargs: Any) -> Any:
                 if not torch.compiler.is_compiling():
                     if not self.is_over and self._is_training(module):
                         self.end()
-                    if self.is_over and module._compiled_call_impl is call:  # noqa: SLF001  (as above)
-                        module._compiled_call_impl = compiled  # noqa: SLF001  (as above)
+                    if self.is_over and compiled_call_of(module) is call:
+                        set_compiled_call(module, compiled)
                 return compiled(*call_args, **call_kwargs)
 
-            module._compiled_call_impl = call  # noqa: SLF001  (as above)
+            set_compiled_call(module, call)
 
         return compile_module
 
 
 def _first_parameter(module: nn.Module | None) -> nn.Parameter | None:
     """The first parameter of a module or of its first submodules, or None. It is faster than `parameters`."""
-    while module is not None and not module._parameters:  # noqa: SLF001  (torch has no public way that is as fast)
-        module = next(iter(module._modules.values()), None)  # noqa: SLF001  (as above)
-    return None if module is None else next(iter(module._parameters.values()))  # noqa: SLF001  (as above)
+    while module is not None and not parameters_of(module):
+        module = next(iter(modules_of(module).values()), None)
+    return None if module is None else next(iter(parameters_of(module).values()))
 
 
 def needs_gradients(module: nn.Module) -> bool:
@@ -152,9 +162,9 @@ def needs_gradients(module: nn.Module) -> bool:
     pending = [module]
     while pending:
         current = pending.pop()
-        if any(weight is not None and weight.requires_grad for weight in current._parameters.values()):  # noqa: SLF001
+        if any(weight is not None and weight.requires_grad for weight in parameters_of(current).values()):
             return True
-        children = [child for child in current._modules.values() if child is not None and child not in seen]  # noqa: SLF001
+        children = [child for child in modules_of(current).values() if child is not None and child not in seen]
         seen.update(children)
         pending += children
     return False
@@ -162,6 +172,4 @@ def needs_gradients(module: nn.Module) -> bool:
 
 def is_without_values() -> bool:
     """Whether the model is only traced, or runs on fake tensors."""
-    fake = torch._C._TorchDispatchModeKey.FAKE  # noqa: SLF001  (torch has no public way)
-    is_fake = torch._C._get_dispatch_mode(fake) is not None  # noqa: SLF001  (as above)
-    return is_fake or torch._C._get_tracing_state() is not None  # noqa: SLF001  (as above)
+    return get_dispatch_mode(FAKE) is not None or is_jit_traced()

@@ -158,3 +158,39 @@ def test_an_error_of_a_device_is_told_from_others(monkeypatch: pytest.MonkeyPatc
     assert private.is_accelerator_error(RuntimeError("CUDA error: device-side assert triggered"))
     assert not private.is_accelerator_error(RuntimeError("Triton found no C compiler"))
     assert not private.is_accelerator_error(ValueError("CUDA error: no"))
+
+
+def test_hooks_parts_and_compiled_calls_of_a_module_are_its_own() -> None:
+    """Else hooks stay on that a changed module needs anew, or a compiled model trains before its capture begins."""
+    inner, outer = nn.Linear(2, 2), nn.Sequential(nn.ReLU())
+    outer.append(inner)
+    pre, post = inner.register_forward_pre_hook(lambda *_: None), inner.register_forward_hook(lambda *_: None)
+    assert list(private.forward_pre_hooks_of(inner)) == [pre.id]
+    assert list(private.forward_hooks_of(inner)) == [post.id]
+    assert private.modules_of(outer)["1"] is inner
+    assert private.compiled_call_of(inner) is None
+    private.set_compiled_call(inner, lambda given: given + 1)
+    assert inner(torch.zeros(1)).item() == 1
+    private.set_compiled_call(inner, None)
+    assert inner(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def test_a_function_is_called_when_the_backward_pass_ends() -> None:
+    """Else an optimizer that steps in the backward pass ends no iteration, or ends it before the last gradients."""
+    tensor, calls = torch.ones(2, requires_grad=True), []
+    doubled = tensor * 2
+    doubled.register_hook(lambda _: private.call_at_backward_end(lambda: calls.append(tensor.grad)))
+    doubled.sum().backward()
+    assert [call.tolist() for call in calls if call is not None] == [[2.0, 2.0]]
+
+
+def test_an_operator_with_an_effect_stays_in_graphs() -> None:
+    """Else the outputs of layers are lost in compiled code, whose graph nothing else reads them from."""
+    from torch._higher_order_ops.effects import _get_effect
+
+    with torch.library._scoped_library("ranktape_test", "DEF") as library:
+        library.define("look(Tensor given) -> ()")
+        operator = torch.ops.ranktape_test.look.default
+        assert _get_effect(operator) is None
+        private.keep_in_graphs(operator)
+        assert _get_effect(operator) is not None

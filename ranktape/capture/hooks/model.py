@@ -51,7 +51,14 @@ from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.settings.setting import is_given
 from ranktape.capture.source import Source
 from ranktape.capture.tensors.placement import Placements
-from ranktape.capture.torch_private import global_forward_pre_hooks, in_backward, is_traced, parameters_of
+from ranktape.capture.torch_private import (
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    global_forward_pre_hooks,
+    in_backward,
+    is_traced,
+    parameters_of,
+)
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -424,7 +431,7 @@ class ModelHooks:
         for root, prefix in self._living():
             layout.append(prefix)
             for name, module in root.named_modules():
-                module_hooks = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001  (torch has no public way)
+                module_hooks = forward_pre_hooks_of(module), forward_hooks_of(module)
                 parameters = tuple(map(id, parameters_of(module).values()))
                 layout.append((name, module, type(module), *map(tuple, module_hooks), parameters))
         return layout

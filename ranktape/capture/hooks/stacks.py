@@ -20,7 +20,7 @@ from ranktape.capture.guard import getattr_or_default
 from ranktape.capture.passes.tracker import Frame
 from ranktape.capture.roles.known import role_of
 from ranktape.capture.settings.rules import Numbers
-from ranktape.capture.torch_private import parameters_of
+from ranktape.capture.torch_private import modules_of, parameters_of
 from ranktape.errors import UsageError
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -225,7 +225,7 @@ def embedding_path(root: nn.Module, stack: Stack) -> str:
     for length in range(len(parts) - 1, -1, -1):
         above: Any = root
         for part in parts[:length]:
-            above = above._modules[part]  # noqa: SLF001  (a class may have something else under that name)
+            above = modules_of(above)[part]
         for key, child in above.named_children():
             name = ".".join([*parts[:length], key])
             is_beside = not f"{stack.name}.".startswith(f"{name}.")

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ranktape.capture.console import write_line
@@ -32,7 +31,14 @@ from ranktape.capture.hooks.stacks import check_layers, survey, unwrapped
 from ranktape.capture.settings.rules import read_numbers
 from ranktape.capture.source import Source, TensorRole
 from ranktape.capture.tensors.parts import first_floating, tensor_in
-from ranktape.capture.torch_private import in_backward, is_jit_traced, is_traced, is_transformed, tree_map
+from ranktape.capture.torch_private import (
+    in_backward,
+    is_jit_traced,
+    is_traced,
+    is_transformed,
+    keep_in_graphs,
+    tree_map,
+)
 from ranktape.errors import UsageError
 
 
@@ -162,8 +168,7 @@ def _define() -> None:
     _LIBRARY.impl("pass_layer", _pass_layer, "CompositeImplicitAutograd")
     torch.library.register_fake(_HOLD, lambda _tensor, _is_first: None, lib=_LIBRARY)
     torch.library.register_vmap(_HOLD, _hold_batched, lib=_LIBRARY)
-    # Keeps the order of the calls, and keeps them from being eliminated as dead code.
-    _register_effectful_op(torch.ops.ranktape.hold_layer.default, _EffectType.ORDERED)
+    keep_in_graphs(torch.ops.ranktape.hold_layer.default)
 
 
 _define()

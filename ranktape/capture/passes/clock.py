@@ -28,7 +28,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ranktape.capture.hooks.hook import Hook, replace
 from ranktape.capture.passes.python_stack import calls_itself, in_nested_backward, in_nested_step
 from ranktape.capture.passes.tracker import Arguments, mode_of, unwind
-from ranktape.capture.torch_private import current_graph_task_id, in_backward, is_traced, untraced
+from ranktape.capture.torch_private import (
+    call_at_backward_end,
+    current_graph_task_id,
+    forward_pre_hooks_of,
+    in_backward,
+    is_traced,
+    untraced,
+)
 from ranktape.storage.format.record_info import Mode
 
 if TYPE_CHECKING:
@@ -96,7 +103,7 @@ class ForwardClock:
         if running and running[0] is model and not calls_itself(model):
             running.clear()  # an interrupt ended the last pass without a call of its hooks
         is_outermost = not running
-        hooks = list(model._forward_pre_hooks)  # noqa: SLF001  (torch has no public way)
+        hooks = list(forward_pre_hooks_of(model))
         with self._lock:
             other_threads = (models() for models in self._all_models.valuerefs())
             is_shared = any(models_of_thread for models_of_thread in other_threads if models_of_thread is not running)
@@ -106,7 +113,7 @@ class ForwardClock:
             if not is_shared:
                 return self._on_forward(model, (args, kwargs))
             # Hooks that another thread attached while this one waited do not run for this call.
-            is_late = hooks != list(model._forward_pre_hooks)  # noqa: SLF001  (as above)
+            is_late = hooks != list(forward_pre_hooks_of(model))
             return self._on_late(model, (args, kwargs)) if is_late else None
 
     def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
@@ -326,8 +333,7 @@ class Clock:
         task = current_graph_task_id()  # identifies the backward pass
         if task != self._graph_task_id:
             self._graph_task_id = task
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  (as torch's own DDP does)
-            engine.queue_callback(self._on_backward_end)
+            call_at_backward_end(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         # A backward pass inside another one is that of a recomputed segment; the outer one continues.

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ranktape.capture.guard import getattr_or_default
-from ranktape.capture.torch_private import parameters_of
+from ranktape.capture.torch_private import local_shape_and_offset, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,14 +83,12 @@ def shard_of(tensor: DTensor) -> Shard | None:
 
 @functools.lru_cache(maxsize=MAX_KINDS)
 def _shard_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Shard | None:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     axes = axes_of(mesh)
     if axes is None:
         return None
-    local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    local, offset = local_shape_and_offset(torch.Size(shape), mesh=mesh, placements=placements)
     words = tuple(placement_word(placement) for placement in placements)
-    return Shard(text=describe(axes, words, global_shape=shape, offset=tuple(offset)), shape=tuple(local))
+    return Shard(text=describe(axes, words, global_shape=shape, offset=offset), shape=local)
 
 
 @functools.lru_cache(maxsize=64)
