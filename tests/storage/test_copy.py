@@ -6,6 +6,7 @@ import dataclasses
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from ranktape.errors import DataError, RunExistsError, RunNotFoundError, Storage
 from ranktape.launch.cli import cli
 from ranktape.storage import open_run
 from ranktape.storage.format.progress import open_iteration
+from ranktape.storage.maintenance import OnProgress
 from ranktape.storage.maintenance.check import check_run
 from ranktape.storage.maintenance.copy import copy_run, list_run
-from ranktape.storage.maintenance.prune import drop_iteration
+from ranktape.storage.maintenance.prune import drop_iteration, prune_run
 from ranktape.storage.places.backend import Backend, MemoryBudget
 from ranktape.storage.places.urls import open_backend
 from ranktape.storage.recording.writer import RankWriter
@@ -330,6 +332,21 @@ def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
     none = CliRunner().invoke(cli, ["cp", str(tmp_path / "a"), str(tmp_path / "c"), "--module", "nowhere"])
     assert none.exit_code == 1
     assert not (tmp_path / "c").exists()
+
+
+def test_progress_counts_every_item_up_to_their_number(sound: Path, target: Backend) -> None:
+    works: dict[str, Callable[[OnProgress], object]] = {
+        "copy": lambda tell: copy_run(open_backend(sound), target, on_progress=tell),
+        "check": lambda tell: check_run(target, on_progress=tell),
+        "deep check": lambda tell: check_run(target, deep=True, on_progress=tell),
+        "prune": lambda tell: prune_run(target, keep_last=1, on_progress=tell),
+    }
+    for name, work in works.items():
+        seen: list[tuple[int, int]] = []
+        work(lambda done, known, seen=seen: seen.append((done, known)))  # type: ignore[misc]
+        total = seen[-1][1]
+        assert max(seen) == (total, total), name
+        assert sorted(done for done, _ in seen) == list(range(1, total + 1)), name
 
 
 LEVELS = (
