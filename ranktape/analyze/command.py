@@ -81,7 +81,7 @@ class Description:
     """The docstring before `Args:`."""
     parameters: list[Parameter]
     """The parameters that have an option or an argument."""
-    said: dict[str, tuple[str, str]]
+    option_help: dict[str, tuple[str, str]]
     """For each parameter, the metavar and the help."""
 
     def command(self, run: Callable[..., Any], *, more: Sequence[Decorator] = ()) -> click.Command:
@@ -109,11 +109,11 @@ class Description:
 
     def _with_flags(self, text: str) -> str:
         names = {one.name for one in self.parameters}
-        return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]) if found[1] in names else f"'{found[1]}'", text)
+        return re.sub(r"`(\w+)`", lambda match: flag_of(match[1]) if match[1] in names else f"'{match[1]}'", text)
 
     def _option(self, one: Parameter) -> Decorator:
         """The option of a parameter. Its value is None or empty if it is not given and has no literal default."""
-        metavar, text = self.said.get(one.name, ("", ""))
+        metavar, text = self.option_help.get(one.name, ("", ""))
         settings: dict[str, Any] = {"help": self._with_flags(text), "metavar": metavar or None}
         flag = flag_of(one.name)
         if one.annotation == "bool":
@@ -156,8 +156,10 @@ def describe(module: str, name: str) -> Description:
     if any(one.name == "filters" for one in parameters):
         parameters = [one for one in parameters if one.name not in {"run", "where", "storage_options"}]
     text, _, rest = inspect.cleandoc(ast.get_docstring(function) or "").partition("\n\nArgs:\n")
-    said = {key: (metavar, " ".join(words.split())) for key, metavar, words in _ENTRY.findall(rest.split("\n\n")[0])}
-    return Description(name=name, text=text, parameters=parameters, said=said)
+    option_help = {
+        key: (metavar, " ".join(words.split())) for key, metavar, words in _ENTRY.findall(rest.split("\n\n")[0])
+    }
+    return Description(name=name, text=text, parameters=parameters, option_help=option_help)
 
 
 def make_command(module: str, name: str) -> click.Command:
@@ -200,8 +202,8 @@ def _answer(
         urls = values.pop(one.name)
         run, *more = [urls] if isinstance(urls, str) else urls
         runs[one.name] = dataclasses.replace(selection, run=run, more=tuple(more)).records()
-    given = {name: value for name, value in values.items() if value is not None and value != ()}
-    output.write(function(selection.records(), **given, **runs))
+    arguments = {name: value for name, value in values.items() if value is not None and value != ()}
+    output.write(function(selection.records(), **arguments, **runs))
 
 
 def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
@@ -210,11 +212,11 @@ def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     pairs = [*zip(positional, [*defaults, *arguments.defaults], strict=True)]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    for place, (argument, default) in enumerate(pairs):
+    for index, (argument, default) in enumerate(pairs):
         assert argument.annotation is not None
         yield Parameter(
             name=argument.arg,
             annotation=ast.unparse(argument.annotation),
             default=ast.literal_eval(default) if isinstance(default, _LITERALS) else None,
-            is_positional=place < len(positional),
+            is_positional=index < len(positional),
         )

@@ -31,20 +31,20 @@ def parse_kinds(texts: Sequence[str]) -> list[Plot]:
     Raises:
         UsageError: a text matches no plot. The message has the nearest names.
     """
-    found: set[str] = set()
+    matching: set[str] = set()
     for text in (part.strip() for whole in texts for part in whole.split(",")):
-        wanted = text.replace("-", "_").rstrip("/")
-        named = [
+        pattern = text.replace("-", "_").rstrip("/")
+        matches = [
             one.name
             for one in PLOTS.values()
-            if fnmatch.fnmatchcase(one.name, wanted) or wanted in {one.folder, one.path}
+            if fnmatch.fnmatchcase(one.name, pattern) or pattern in {one.folder, one.path}
         ]
-        if not named:
-            near = difflib.get_close_matches(wanted, [*PLOTS, *FOLDERS], n=3, cutoff=0.5)
+        if not matches:
+            near = difflib.get_close_matches(pattern, [*PLOTS, *FOLDERS], n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(PLOTS)}"
             raise UsageError(f"--kind {text!r} names no plot: {hint}")
-        found.update(named)
-    return [one for one in PLOTS.values() if one.name in found]
+        matching.update(matches)
+    return [one for one in PLOTS.values() if one.name in matching]
 
 
 def kinds_text() -> str:
@@ -90,29 +90,36 @@ def plot(
     """
     if all and kind:
         raise UsageError("--all and --kind exclude each other: --all draws every kind")
-    wanted = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
+    plots = list(PLOTS.values()) if all else parse_kinds(kind or ("overflow",))
     if by and all:
         raise UsageError("--by and --all exclude each other: name the plots to group with --kind")
     fields = field_words(by)
-    wanted = [one.grouped_by(fields) for one in wanted] if by else wanted
+    plots = [one.grouped_by(fields) for one in plots] if by else plots
     names_folder = any(part.strip().rstrip("/") in FOLDERS for text in kind for part in text.split(","))
-    is_one = len(wanted) == 1 and not all and not names_folder
-    path = _path_of(output, name=wanted[0].name if is_one else None)
+    is_one = len(plots) == 1 and not all and not names_folder
+    path = _path_of(output, name=plots[0].name if is_one else None)
     from ranktape.analyze.views.plots import write
 
-    target, recipes = _parse_target(format), _parse_recipes(recipe, wanted, is_all=all)
+    target, recipes = _parse_target(format), _parse_recipes(recipe, plots, is_all=all)
     records = selection.records()
-    look: dict[str, Any] = {"view": view, "engine": engine}
+    common: dict[str, Any] = {"view": view, "engine": engine}
     if not is_one:
-        kinds = None if all else wanted
+        kinds = None if all else plots
         source = " and ".join((selection.run, *selection.more))
         written = write.write_plots(
-            records, folder=path, kinds=kinds, target=target, recipes=recipes, source=source, on_plot=_say_path, **look
+            records,
+            folder=path,
+            kinds=kinds,
+            target=target,
+            recipes=recipes,
+            source=source,
+            on_plot=_say_path,
+            **common,
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
         say(f"{len(written.drawn)} plots{rest}: see {path / write.README}", err=True)
         return
-    write.write_one(wanted[0], records, path=path, target=target, recipes=recipes, **look)
+    write.write_one(plots[0], records, path=path, target=target, recipes=recipes, **common)
     say(str(path))
 
 

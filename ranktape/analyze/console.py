@@ -92,11 +92,13 @@ def writing(path: Path, *, what: str = "plot", option: str = "--output") -> Iter
     try:
         yield
     except OSError as error:
-        kind, way_out = StorageError, "move the existing file or folder"
+        kind, remedy = StorageError, "move the existing file or folder"
         if error.errno in FULL:
-            kind, way_out = NoSpaceError, "free space or raise the quota"
+            kind, remedy = NoSpaceError, "free space or raise the quota"
         elif error.errno in REFUSED:
-            kind, way_out = AccessDeniedError, "change the permissions"
+            kind, remedy = AccessDeniedError, "change the permissions"
         why = error.strerror or os.strerror(error.errno or errno.EIO)
-        place = printable(str(path))
-        raise kind(f"the {what} cannot be written to {place}: {why}: {way_out}, or give another {option}") from error
+        shown_path = printable(str(path))
+        raise kind(
+            f"the {what} cannot be written to {shown_path}: {why}: {remedy}, or give another {option}"
+        ) from error

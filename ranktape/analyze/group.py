@@ -96,10 +96,10 @@ class RanktapeCommand(click.Command):
             raise click.NoSuchOption(error.option_name, possibilities=near, ctx=ctx) from error
         except click.MissingParameter as error:
             is_run = isinstance(error.param, click.Argument) and error.param.name in _RUN_NAMES
-            found = _runs_here() if is_run else []
-            if not found:
+            runs = _runs_here() if is_run else []
+            if not runs:
                 raise
-            raise click.UsageError(f"{error.format_message()} Runs here: {', '.join(found)}.", ctx=ctx) from error
+            raise click.UsageError(f"{error.format_message()} Runs here: {', '.join(runs)}.", ctx=ctx) from error
 
     def options_of(self, ctx: click.Context, section: Section) -> list[tuple[str, str]]:
         """The options of a section and their help."""
@@ -148,9 +148,9 @@ def _runs_here() -> list[str]:
     """Paths of runs below the directory `runs`, or in the working directory if there is none."""
     from ranktape.storage.maintenance.runs import find_runs
 
-    place, depth = (Path("runs"), 2) if Path("runs").is_dir() else (Path(), 1)
+    folder, depth = (Path("runs"), 2) if Path("runs").is_dir() else (Path(), 1)
     with contextlib.suppress(RanktapeError):
-        return [str(place / one.path) for one in find_runs(place, max_depth=depth)[:MAX_NAMED_RUNS]]
+        return [str(folder / one.path) for one in find_runs(folder, max_depth=depth)[:MAX_NAMED_RUNS]]
     return []
 
 

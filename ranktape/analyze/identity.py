@@ -278,7 +278,7 @@ def _num_alike(paths: Sequence[Sequence[str]]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
-class LayerPlace(int):
+class LayerPosition(int):
     """The position of a layer: its number, or its position among several stacks that are shown one after another.
 
     Its text is the name of the layer. `stack` is the short name of its stack, empty if there is only one.
@@ -288,7 +288,7 @@ class LayerPlace(int):
     number: int
 
     @classmethod
-    def of(cls, place: int, *, stack: str, number: int) -> LayerPlace:
+    def of(cls, place: int, *, stack: str, number: int) -> LayerPosition:
         """The position of the layer with that number in its stack."""
         found = cls(place)
         found.stack, found.number = stack, number
@@ -298,10 +298,10 @@ class LayerPlace(int):
         return f"{self.stack} {self.number}".strip()
 
 
-def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlace]:
+def layer_positions(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPosition]:
     """The position of the layer of each record, given its stack and its layer.
 
-    There is a gap between two stacks. A layer outside of stacks (-1) and a `LayerPlace` do not change.
+    There is a gap between two stacks. A layer outside of stacks (-1) and a `LayerPosition` do not change.
     """
     pairs = list(zip(stacks, layers, strict=True))
     numbers: dict[str, set[int]] = {}
@@ -312,31 +312,31 @@ def layer_places(stacks: Sequence[str], layers: Sequence[int]) -> list[LayerPlac
     if len(named) <= 1:
         numbers = {}
     names = {"": "", **short_names(named)} if numbers else {}
-    places: dict[tuple[str, int], LayerPlace] = {}
+    places: dict[tuple[str, int], LayerPosition] = {}
     start = 0
     for stack, known in numbers.items():
         first = min(known)
         for number in known:
-            places[stack, number] = LayerPlace.of(start + number - first, stack=names[stack], number=number)
+            places[stack, number] = LayerPosition.of(start + number - first, stack=names[stack], number=number)
         start += max(known) - first + 2
     for stack, layer in set(pairs) - places.keys():
-        if not isinstance(layer, LayerPlace):
-            places[stack, layer] = LayerPlace.of(layer, stack="", number=layer)
+        if not isinstance(layer, LayerPosition):
+            places[stack, layer] = LayerPosition.of(layer, stack="", number=layer)
         else:
             places[stack, layer] = layer
     return [places[pair] for pair in pairs]
 
 
-def places_of(records: Records) -> list[LayerPlace]:
+def places_of(records: Records) -> list[LayerPosition]:
     """The position of the layer of each record."""
-    return layer_places(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
+    return layer_positions(records.column("layer_stack").tolist(), records.column("layer_idx").tolist())
 
 
 SOURCE_COLUMN = Column(name=SOURCE, kind=Kind.TEXT, is_key=True)
 """The source of a row."""
 
 
-def ask_each(records: Records, ask: Callable[[Records], Table], *, title: str) -> Table:
+def answer_by_source(records: Records, ask: Callable[[Records], Table], *, title: str) -> Table:
     """The answers about each source in one table. The titles of the separate answers become its last notes.
 
     The table has the columns of all answers, with missing values where an answer lacks a column.

@@ -138,13 +138,13 @@ class Selection:
         early = {field: texts.pop(field) for field in ("iteration", "attempt") if field in texts}
         records = run.select(**early)
         if not len(records):
-            given = " and ".join(f"--{field} {text}" for field, text in early.items())
-            raise NoRecordsError(f"no records match {given}: readable iterations are {spans(run.iterations)}")
+            filters_text = " and ".join(f"--{field} {text}" for field, text in early.items())
+            raise NoRecordsError(f"no records match {filters_text}: readable iterations are {spans(run.iterations)}")
         for field, text in texts.items():
-            found = records.fitting(parse_filter(field, text))
-            if not len(found):
+            matching = records.fitting(parse_filter(field, text))
+            if not len(matching):
                 raise nothing_matches(records, field, text, name=flag_of(field))
-            records = found
+            records = matching
         if self.where is None:
             return records
         chosen = records.where(self.where)
@@ -257,15 +257,15 @@ def _selections(values: dict[str, Any]) -> tuple[Selection, ...]:
     from ranktape.analyze.sources import places_of
 
     options = filters["storage_options"]
-    places = (place for source in values.pop("sources") for place in places_of(source, options, any_name=True))
-    return tuple(Selection(run=place, any_name=True, **filters) for place in dict.fromkeys(places))
+    urls = (url for source in values.pop("sources") for url in places_of(source, options, any_name=True))
+    return tuple(Selection(run=url, any_name=True, **filters) for url in dict.fromkeys(urls))
 
 
 def _filters(values: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a `Selection` from the options of filters."""
-    given = {field: tuple(values.pop(field)) for field in FILTERS}
+    filters = {field: tuple(values.pop(field)) for field in FILTERS}
     return {
-        "filters": {field: texts for field, texts in given.items() if texts},
+        "filters": {field: texts for field, texts in filters.items() if texts},
         "where": values.pop("where"),
         "storage_options": values.pop("storage_options"),
         "skip_unreadable": values.pop("skip_unreadable"),

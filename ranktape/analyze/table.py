@@ -318,11 +318,11 @@ class Table:
 
     def to_text(self, *, wide: bool = False) -> str:
         """The table as aligned lines of any width. Nothing is truncated."""
-        return _shown(self, wide=wide).aligned() + "\n"
+        return _text_table(self, wide=wide).aligned() + "\n"
 
     def print(self, *, wide: bool = False) -> None:
         """Print the table to stdout in colour, fitted to the width of the terminal unless `wide` is set."""
-        _shown(self, wide=wide).print(is_fitted=not wide)
+        _text_table(self, wide=wide).print(is_fitted=not wide)
 
     def to_pandas(self) -> pd.DataFrame:
         """The table as a DataFrame with all columns. Its `attrs` contain the units, the title and the notes.
@@ -362,39 +362,41 @@ class Table:
         kinds = {column.name: column.kind for column in self.columns}
         keys = [one.name for one in self.columns if one.is_key or one.kind in {Kind.TEXT, Kind.LIST}]
         varied = [name for name in keys if not _are_same(self.column(name))]
-        across = x or next(iter([*varied, *keys]), None)
+        x_column = x or next(iter([*varied, *keys]), None)
         drawn = [y] if isinstance(y, str) else [*y]
         measured = (Kind.FLOAT, Kind.RATIO, Kind.COSINE)
         if not drawn:
-            others = [one for one in self.columns if one.kind in numbers and one.name not in {across, *keys}]
+            others = [one for one in self.columns if one.kind in numbers and one.name not in {x_column, *keys}]
             drawn = [one.name for one in sorted(others, key=lambda one: one.kind not in measured)][:1]
-        if across is None or not drawn or not len(self.rows):
+        if x_column is None or not drawn or not len(self.rows):
             raise UsageError("the table has nothing to plot: name the columns, such as plot(x='iteration', y='absmax')")
-        columns = {name: self.column(name) for name in (across, *drawn)}
+        columns = {name: self.column(name) for name in (x_column, *drawn)}
         if wrong := next((name for name in drawn if kinds[name] not in numbers), None):
             raise UsageError(f"column {wrong!r} contains {kinds[wrong].value} values, but y requires numbers")
         if axes is None:
             from matplotlib import pyplot as plt
 
             axes = plt.subplots(layout="constrained")[1]
-        is_line = kinds[across] in numbers
-        places = columns[across] if is_line else range(len(self.rows))
+        is_line = kinds[x_column] in numbers
+        positions = columns[x_column] if is_line else range(len(self.rows))
         for name in drawn:
             heights = [math.nan if value is None else float(value) for value in columns[name]]
             if is_line:
-                axes.plot(places, heights, marker=".", label=name)
+                axes.plot(positions, heights, marker=".", label=name)
             else:
-                axes.bar(places, heights, label=name, alpha=1 / len(drawn) ** 0.5)
+                axes.bar(positions, heights, label=name, alpha=1 / len(drawn) ** 0.5)
         if not is_line:
-            axes.set_xticks(list(places), [_cell(value, kinds[across]) for value in columns[across]], rotation=90)
-        axes.set(xlabel=across, ylabel=drawn[0] if len(drawn) == 1 else "", title=self.title)
+            axes.set_xticks(
+                list(positions), [_cell(value, kinds[x_column]) for value in columns[x_column]], rotation=90
+            )
+        axes.set(xlabel=x_column, ylabel=drawn[0] if len(drawn) == 1 else "", title=self.title)
         if len(drawn) > 1:
             axes.legend()
         return axes
 
     def text_cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
         """The headings, the cells by row, and which columns are aligned left, to draw the table elsewhere."""
-        shown = _shown(self, wide=False)
+        shown = _text_table(self, wide=False)
         return shown.heads, shown.cells, shown.is_left
 
     def __repr__(self) -> str:
@@ -415,7 +417,7 @@ class Table:
         """The first rows, with long texts truncated and without some of the notes if there are many."""
         from ranktape.storage.records.tables import clipped
 
-        shown = _shown(self.first(MAX_BRIEF_ROWS), wide=False)
+        shown = _text_table(self.first(MAX_BRIEF_ROWS), wide=False)
         return replace(
             shown,
             heading=[clipped(line, MAX_BRIEF_LINE) for line in shown.heading],
@@ -466,13 +468,13 @@ def write_text(parts: Iterable[str], *, output: Path | None) -> None:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
-def _shown(table: Table, *, wide: bool) -> TextTable:
+def _text_table(table: Table, *, wide: bool) -> TextTable:
     """The table as text, without redundant columns.
 
     Keys that are the same in all rows are shown once above them. Columns without values are left out.
     """
-    said = [_plain(table.title)] if table.title else []
-    heading = [] if table.is_verdict else [*said]
+    title_lines = [_plain(table.title)] if table.title else []
+    heading = [] if table.is_verdict else [*title_lines]
     columns = [
         (column, values_of(cells))
         for column, cells in zip(table.columns, table.cells.columns, strict=True)
@@ -482,38 +484,41 @@ def _shown(table: Table, *, wide: bool) -> TextTable:
         columns = [one for one in columns if any(value is not None and value != "" for value in one[1])]
         same = {column.name: values[0] for column, values in columns if column.is_key and _are_same(values)}
         if same:
-            alike = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
-            heading.append(f"all rows: {', '.join(alike)}")
+            shared = (f"{_head(one)} {_cell(same[one.name], one.kind)}" for one, _ in columns if one.name in same)
+            heading.append(f"all rows: {', '.join(shared)}")
         columns = [(column, values) for column, values in columns if column.name not in same]
     return TextTable(
         heading=heading,
         heads=[_head(column) for column, _ in columns],
         is_left=[column.kind in {Kind.TEXT, Kind.LIST, Kind.BAR} for column, _ in columns],
         cells=[[_cell(values[row], column.kind) for column, values in columns] for row in range(len(table.rows))],
-        notes=[*map(_plain, table.notes), *(said if table.is_verdict else [])],
-        turns=_turns([column for column, _ in columns]),
+        notes=[*map(_plain, table.notes), *(title_lines if table.is_verdict else [])],
+        drop_order=_drop_order([column for column, _ in columns]),
     )
 
 
-_LEAST_TELLING = ("dtype", "compute_dtype", "phase", "quant_type", "layer_type", "layer_idx")
+_LEAST_INFORMATIVE = ("dtype", "compute_dtype", "phase", "quant_type", "layer_type", "layer_idx")
 """Keys of records that a narrow terminal leaves out first, if the module is shown, which identifies the record."""
 
 _LEAST_VALUES = ("overflow.upper.ratio", "overflow.lower.ratio", "elements")
 """Values that are left out next, because other columns imply them."""
 
-_LAST = ("severity", "meets_target", "diverges", "outcome")
+_DROPPED_LAST = ("severity", "meets_target", "diverges", "outcome")
 """Columns with a verdict, which are left out last."""
 
 
-def _turns(columns: Sequence[Column]) -> list[int]:
+def _drop_order(columns: Sequence[Column]) -> list[int]:
     """The indices of columns in the order in which a narrow terminal leaves them out. Other columns always stay.
 
     The least informative keys are first, then other columns from the right, verdicts last.
     """
     names = [column.name for column in columns]
-    keys = [names.index(name) for name in _LEAST_TELLING if name in names and "module" in names]
-    values = [place for place, column in enumerate(columns) if not column.is_key and place > 0][::-1]
-    return [*keys, *sorted(values, key=lambda place: (names[place] in _LAST, names[place] not in _LEAST_VALUES))]
+    keys = [names.index(name) for name in _LEAST_INFORMATIVE if name in names and "module" in names]
+    values = [index for index, column in enumerate(columns) if not column.is_key and index > 0][::-1]
+    return [
+        *keys,
+        *sorted(values, key=lambda index: (names[index] in _DROPPED_LAST, names[index] not in _LEAST_VALUES)),
+    ]
 
 
 def _are_same(values: Sequence[Any]) -> bool:
@@ -586,7 +591,7 @@ class TextTable:
     is_left: Sequence[bool]
     cells: Sequence[Sequence[str]]
     notes: Sequence[str]
-    turns: Sequence[int] = ()
+    drop_order: Sequence[int] = ()
     """Indices of columns in the order in which a narrow terminal leaves them out."""
 
     def fitted(self, width: int) -> TextTable:
@@ -595,34 +600,34 @@ class TextTable:
         If the remaining columns do not fit either, each row becomes a block of lines with all columns.
         """
         widths = [max(map(len, column)) for column in zip(self.heads, *self.cells, strict=True)]
-        gone: list[int] = []
+        dropped: list[int] = []
 
         def needed() -> int:
-            left = [one for place, one in enumerate(widths) if place not in gone]
+            left = [one for index, one in enumerate(widths) if index not in dropped]
             return sum(left) + _GAP * (len(left) - 1)
 
-        turns = iter(self.turns)
-        while needed() > width and (place := next(turns, None)) is not None:
-            gone.append(place)
-        if not gone and needed() <= width:
+        drop_order = iter(self.drop_order)
+        while needed() > width and (index := next(drop_order, None)) is not None:
+            dropped.append(index)
+        if not dropped and needed() <= width:
             return self
-        if needed() > width or len(widths) - len(gone) < _MIN_COLUMNS:
+        if needed() > width or len(widths) - len(dropped) < _MIN_COLUMNS:
             return self._as_blocks()
-        kept = [place for place in range(len(widths)) if place not in gone]
-        named = ", ".join(self.heads[place] for place in sorted(gone))
+        remaining = [index for index in range(len(widths)) if index not in dropped]
+        named = ", ".join(self.heads[index] for index in sorted(dropped))
         return replace(
             self,
-            heads=[self.heads[place] for place in kept],
-            is_left=[self.is_left[place] for place in kept],
-            cells=[[row[place] for place in kept] for row in self.cells],
+            heads=[self.heads[index] for index in remaining],
+            is_left=[self.is_left[index] for index in remaining],
+            cells=[[row[index] for index in remaining] for row in self.cells],
             notes=[f"hidden columns (use --wide): {named}", *self.notes],
-            turns=(),
+            drop_order=(),
         )
 
     def _as_blocks(self) -> TextTable:
         lines = [[*zip(self.heads, row, strict=True), ("", "")] for row in self.cells]
         cells = [list(pair) for block in lines for pair in block]
-        return replace(self, heads=["", ""], is_left=[True, True], cells=cells[:-1], turns=())
+        return replace(self, heads=["", ""], is_left=[True, True], cells=cells[:-1], drop_order=())
 
     def aligned(self) -> str:
         """The table as lines, each column as wide as necessary."""
@@ -688,10 +693,10 @@ def _rows_text(names: Sequence[str], rows: TableRows) -> str:
     after another.
     """
     parts = [_Texts(np.zeros(len(rows), dtype=np.int64), ["\n    {"])]
-    for place, (name, cells) in enumerate(zip(names, rows.columns, strict=True)):
-        own = _texts(cells, key=f"{',' if place else ''}\n      {json.dumps(name)}: ")
-        together = parts[-1].together(own)
-        parts[-1:] = [parts[-1], own] if together is None else [together]
+    for index, (name, cells) in enumerate(zip(names, rows.columns, strict=True)):
+        texts = _texts(cells, key=f"{',' if index else ''}\n      {json.dumps(name)}: ")
+        combined = parts[-1].combined_with(texts)
+        parts[-1:] = [parts[-1], texts] if combined is None else [combined]
     columns = [
         one.texts if one.codes is None else np.array(one.texts, dtype=object)[one.codes].tolist() for one in parts
     ]
@@ -704,7 +709,7 @@ class _Texts(NamedTuple):
     codes: NDArray[np.int64] | None
     texts: list[str]
 
-    def together(self, other: _Texts) -> _Texts | None:
+    def combined_with(self, other: _Texts) -> _Texts | None:
         """The concatenated texts of both columns; None if too many of them are distinct."""
         if self.codes is None or other.codes is None or max(len(self.texts), len(other.texts)) > _MAX_TEXTS:
             return None
@@ -767,10 +772,10 @@ def _number_texts(values: NDArray[Any], *, key: str) -> list[str]:
     if values.dtype.kind == "f":
         magnitudes = np.abs(values)
         first, last = _PLAIN_IN_MSGSPEC
-        for place in np.flatnonzero((magnitudes >= first) & (magnitudes < last)).tolist():
-            texts[place] = key + repr(float(values[place]))
-        for place in np.flatnonzero(np.isinf(values)).tolist():
-            texts[place] = key + _json(float(values[place]))
+        for index in np.flatnonzero((magnitudes >= first) & (magnitudes < last)).tolist():
+            texts[index] = key + repr(float(values[index]))
+        for index in np.flatnonzero(np.isinf(values)).tolist():
+            texts[index] = key + _json(float(values[index]))
     return texts
 
 

@@ -199,13 +199,13 @@ def export(
         per_sample: With pt: one file for each sample, if a tensor has samples.
         overwrite: Replace files with other contents.
     """
-    from ranktape.analyze.views.export import export_view, refuse_strangers
+    from ranktape.analyze.views.export import check_destination, export_view
 
     if not target:
         raise UsageError("an empty name is not allowed: give a folder")
     keywords: dict[str, Any] = {"metric": tuple(metric), "kind": tuple(kind), "no_histograms": no_histograms}
     keywords |= {"overwrite": overwrite, "view": view, "by": tuple(by)}
-    refuse_strangers(to, form=form, per_sample=per_sample, **keywords)
+    check_destination(to, form=form, per_sample=per_sample, **keywords)
     if to != "pt":
         return export_view(records, target, to=to, engine=engine, **keywords)
     from ranktape.analyze.legacy.export import ExportForm, export_records

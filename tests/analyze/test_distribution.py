@@ -15,7 +15,7 @@ from ranktape.analyze.cli import cli
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.distributions import NARROW_FORMATS
 from ranktape.analyze.numerics.formats import FORMATS, round_to
-from ranktape.analyze.questions.distribution import Look, distribution
+from ranktape.analyze.questions.distribution import DistributionKind, distribution
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
 from ranktape.storage import Records
@@ -68,7 +68,7 @@ def test_groups_have_bins_of_their_own(tensors: list[Array], records: Records) -
 
 def test_normalised_values_are_from_0_to_1(tensors: list[Array], records: Records) -> None:
     values = values_of(tensors[:1])
-    table = distribution(records.select(layer_idx=0), kind=Look.NORMALISED, bins=16)
+    table = distribution(records.select(layer_idx=0), kind=DistributionKind.NORMALISED, bins=16)
     scaled = (values - values.min()) / (values.max() - values.min())
     lower, upper = table.column("normalised.lower"), table.column("normalised.upper")
     assert (lower[0], upper[-1]) == (0.0, 1.0)
@@ -127,8 +127,8 @@ def every_record() -> Records:
     )
 
 
-@pytest.mark.parametrize("kind", [*Look])
-def test_whatever_a_record_holds_has_an_answer(kind: Look, every_record: Records) -> None:
+@pytest.mark.parametrize("kind", [*DistributionKind])
+def test_whatever_a_record_holds_has_an_answer(kind: DistributionKind, every_record: Records) -> None:
     table = distribution(every_record, kind=kind, by=["layer_idx"])
     assert len({row["layer_idx"] for row in table.records()}) > len(REAL + COMPLEX) * 3
     assert len(table.to_text(wide=True).splitlines()) > len(table.rows)
@@ -139,7 +139,7 @@ def test_whatever_a_record_holds_has_an_answer(kind: Look, every_record: Records
 def test_constants_and_what_is_no_number() -> None:
     for value in [np.nan, np.inf, 0.0, 2.5]:
         records = stored(np.full(6, value, dtype=np.float16), np.zeros((0, 4), dtype=np.float16))
-        rows: dict[str, Any] = {kind: distribution(records, kind=kind).records() for kind in Look}
+        rows: dict[str, Any] = {kind: distribution(records, kind=kind).records() for kind in DistributionKind}
         is_finite = np.isfinite(value)
         assert sum(row["count"] for row in rows["linear"]) == (6 if is_finite else 0)
         assert sum(row["count"] for row in rows["log2"]) == (6 if is_finite and value else 0)
@@ -155,7 +155,7 @@ def test_what_was_kept_of_the_values() -> None:
     histogram, statistics = (reduce_to(keep, array, info=tensor[1]) for keep in ("histogram", "statistics"))
     assert histogram is not None
     assert statistics is not None
-    for kind in Look:
+    for kind in DistributionKind:
         whole = distribution(records_of([tensor]), kind=kind)
         assert distribution(records_of([histogram]), kind=kind).rows == whole.rows
         with pytest.raises(NoRecordsError, match="no record stores values"):
@@ -180,7 +180,7 @@ def test_the_defaults_are_those_that_the_help_names(records: Records) -> None:
         found = re.search(rf"^ +{name} \(N\): .*\[(\d+)\]\.$", str(distribution.__doc__), re.MULTILINE)
         assert found is not None, name
         options: list[dict[str, Any]] = [{}, {name: int(found[1])}, {name: int(found[1]) + 1}]
-        plain, same, other = (distribution(records, kind=Look(kind), **given).rows for given in options)
+        plain, same, other = (distribution(records, kind=DistributionKind(kind), **given).rows for given in options)
         assert (same == plain, other == plain) == (True, False), name
 
 

@@ -28,7 +28,7 @@ from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.find import find
 from ranktape.analyze.findings.finding import Severity, make_finding
 from ranktape.analyze.findings.survey import Survey
-from ranktape.analyze.identity import layer_places, short_names, with_stacks
+from ranktape.analyze.identity import layer_positions, short_names, with_stacks
 from ranktape.analyze.table import Table
 from ranktape.analyze.views.plots.data import PlotData
 from ranktape.analyze.views.plots.heat_maps import grid_of, layer_names
@@ -176,12 +176,12 @@ def test_a_run_of_one_stack_has_no_column_of_stacks(tmp_path: Path) -> None:
 
 def test_places_lie_one_behind_the_other() -> None:
     stacks = ["", "a.x", "a.x", "b.x", "b.x", "a.x"]
-    places = layer_places(stacks, [-1, 1, 3, 0, 1, 2])
+    places = layer_positions(stacks, [-1, 1, 3, 0, 1, 2])
     assert places == [-1, 0, 2, 4, 5, 1]
     assert [str(place) for place in places] == ["-1", "a 1", "a 3", "b 0", "b 1", "a 2"]
     assert [place.number for place in places] == [-1, 1, 3, 0, 1, 2]
-    assert layer_places(["a", "", "a"], [4, -1, 0]) == [4, -1, 0]
-    assert [str(place) for place in layer_places(["a", "b", ""], [0, 0, 7])] == ["a 0", "b 0", "7"]
+    assert layer_positions(["a", "", "a"], [4, -1, 0]) == [4, -1, 0]
+    assert [str(place) for place in layer_positions(["a", "b", ""], [0, 0, 7])] == ["a 0", "b 0", "7"]
 
 
 def test_what_all_stacks_are_called_is_left_out() -> None:

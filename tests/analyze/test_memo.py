@@ -170,5 +170,5 @@ def test_a_sweep_of_groups_that_was_kept_is_the_same(run: Run, monkeypatch: pyte
     other = ask("--no-cache", layer="1-3")
     assert other != fresh
     assert ask(layer="1-3") == other
-    monkeypatch.setattr(sweep_command, "table_of", lambda *_, **__: pytest.fail("it was kept"))
+    monkeypatch.setattr(sweep_command, "sweep_table", lambda *_, **__: pytest.fail("it was kept"))
     assert ask() == fresh

@@ -182,7 +182,7 @@ def test_levels_that_keep_nothing_are_not_recommended() -> None:
     for first, last, direction in cases:
         options = SweepOptions(max_scale_exp=first, min_scale_exp=last, num_levels=5)
         found = Recommendation(sweep_array(GAUSS, format="fp8_e4m3", options=options))
-        assert found.keeps_nothing
+        assert found.loses_everything
         assert found.advice.metrics == ()
         assert found.advice.conclusion == (f"all levels lose nearly everything in fp8_e4m3: try {direction} scales",)
         assert found.advice.limits[0].startswith(f"avoid scale exponents {last} to {first}: ")
@@ -305,7 +305,7 @@ def test_any_levels_give_a_document_without_nan(figures: list[dict[str, float]])
     members = sum(one.num_levels for one in found.avoid)
     high = [verdict.level.exponent for verdict in found.verdicts if verdict.severity is LossSeverity.HIGH]
     spared = found.as_good
-    if spared is not None and not found.keeps_nothing:
+    if spared is not None and not found.loses_everything:
         high = [exponent for exponent in high if not spared.minimum <= exponent <= spared.maximum]
     assert members == len(high)
 

@@ -105,10 +105,10 @@ class Pairing:
         chosen = records
         for field, text in filters:
             if text != ANY:
-                found = chosen.fitting(parse_filter(field, text))
-                if not len(found):
+                matching = chosen.fitting(parse_filter(field, text))
+                if not len(matching):
                     raise nothing_matches(chosen, field, text)
-                chosen = found
+                chosen = matching
         if self.neighbours:
             chosen = chosen.where("layer_idx >= 0")
         if not len(chosen):
@@ -272,9 +272,9 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
     """
     sides = _Side(a), _Side(b)
     groups: list[dict[Key, dict[Key, list[int]]]] = [{}, {}]
-    for found, keys, records in zip(groups, pairing.keys(a, b), (a, b), strict=True):
+    for group, keys, records in zip(groups, pairing.keys(a, b), (a, b), strict=True):
         for row, (key, member) in enumerate(zip(keys, pairing.members(records), strict=True)):
-            found.setdefault(key, {}).setdefault(member, []).append(row)
+            group.setdefault(key, {}).setdefault(member, []).append(row)
     pairs: list[Pair] = []
     matched: tuple[set[int], set[int]] = (set(), set())
     for key, members_a in groups[0].items():
@@ -283,14 +283,14 @@ def match(a: Records, b: Records, pairing: Pairing, *, is_one_run: bool) -> Matc
             rows = members_a[member_a], members_b[member_b]
             is_itself = is_one_run and member_a == member_b
             if is_itself:
-                own = []
+                rank_pairs = []
             elif "rank" in pairing.names:
                 # Pairs single records, even if they are parts of tensors.
-                own = [(Parts(rows=(row_a,)), Parts(rows=(row_b,))) for row_a, row_b in itertools.product(*rows)]
+                rank_pairs = [(Parts(rows=(row_a,)), Parts(rows=(row_b,))) for row_a, row_b in itertools.product(*rows)]
             else:
-                own = _match_ranks(*sides, *rows)
-            pairs += own
-            if own or is_itself:
+                rank_pairs = _match_ranks(*sides, *rows)
+            pairs += rank_pairs
+            if rank_pairs or is_itself:
                 matched[0].update(rows[0])
                 matched[1].update(rows[1])
     if not pairs:
@@ -312,13 +312,15 @@ def twins_of(matching: Matching, noise: Records) -> list[tuple[int, ...] | None]
     Raises:
         NoRecordsError: no tensor of the first side is in that run.
     """
-    keys, own = (
+    keys, noise_keys = (
         list(zip(*(records.column(field).tolist() for field in (*MATCHED, "rank")), strict=True))
         for records in (matching.a, noise)
     )
-    row_of = {key: row for row, key in enumerate(own)}
-    found = [tuple(row_of[keys[row]] for row in one.rows if keys[row] in row_of) for one, _ in matching.pairs]
-    twins = [rows if len(rows) == len(one.rows) else None for rows, (one, _) in zip(found, matching.pairs, strict=True)]
+    row_of = {key: row for row, key in enumerate(noise_keys)}
+    twin_rows = [tuple(row_of[keys[row]] for row in one.rows if keys[row] in row_of) for one, _ in matching.pairs]
+    twins = [
+        rows if len(rows) == len(one.rows) else None for rows, (one, _) in zip(twin_rows, matching.pairs, strict=True)
+    ]
     if not any(twins):
         raise NoRecordsError("no tensor of the first side is in the run that --noise names: give a second equal run")
     return twins
@@ -463,12 +465,12 @@ def _rank_by_rank(a: _Side, b: _Side, rows: Sequence[tuple[int, int]]) -> list[P
     pairs: list[Pair] = []
     for copies in groups.values():
         num_a, num_b = len({a.bits[row] for row, _ in copies}), len({b.bits[row] for _, row in copies})
-        kept, num = (copies[:1], len(copies)) if (num_a, num_b) == (1, 1) else (copies, 1)
+        compared, num_copies = (copies[:1], len(copies)) if (num_a, num_b) == (1, 1) else (copies, 1)
         pairs += [
             (
-                Parts(rows=(row_a,), copies=num, has_differing_copies=num_a > 1),
-                Parts(rows=(row_b,), copies=num, has_differing_copies=num_b > 1),
+                Parts(rows=(row_a,), copies=num_copies, has_differing_copies=num_a > 1),
+                Parts(rows=(row_b,), copies=num_copies, has_differing_copies=num_b > 1),
             )
-            for row_a, row_b in kept
+            for row_a, row_b in compared
         ]
     return pairs

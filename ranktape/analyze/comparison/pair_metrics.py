@@ -187,9 +187,9 @@ class ComparedPair:
 
     def metrics(self) -> dict[str, float | None]:
         """All of `PAIR_METRICS`; None for those that were not computed."""
-        known = {False: self.differences, True: self.distances}
+        values_of = {False: self.differences, True: self.distances}
         return {
-            name: None if known[one.is_distance] is None else one.of(known[one.is_distance])
+            name: None if values_of[one.is_distance] is None else one.of(values_of[one.is_distance])
             for name, one in PAIR_METRICS.items()
         }
 
@@ -210,13 +210,13 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
     which describe the values of the computation.
     """
     sides = (matching.a, matching.b)
-    kept = [(records.column("keep") == Keep.VALUES).tolist() for records in sides]
+    has_values = [(records.column("keep") == Keep.VALUES).tolist() for records in sides]
     views, rows = [], []
     for pair in matching.pairs:
-        is_kept = all(of[row] for of, parts in zip(kept, pair, strict=True) for row in parts.rows)
-        views.append(view or (View.SEEN if is_kept else View.COMPUTE))
+        has_all_values = all(of[row] for of, parts in zip(has_values, pair, strict=True) for row in parts.rows)
+        views.append(view or (View.SEEN if has_all_values else View.COMPUTE))
         rows.append([_distinct(records, parts) for records, parts in zip(sides, pair, strict=True)])
-    found: list[Distances | None] = [None] * len(rows)
+    distances: list[Distances | None] = [None] * len(rows)
     for one in sorted(set(views)):
         numbers = [number for number, rows_of in enumerate(rows) if views[number] is one and all(rows_of)]
         merged = [
@@ -224,8 +224,8 @@ def distances_of(matching: Matching, *, view: View | None, engine: Engine) -> li
             for side, records in enumerate(sides)
         ]
         for number, a, b in zip(numbers, *merged, strict=True):
-            found[number] = distance(a, b)
-    return found
+            distances[number] = distance(a, b)
+    return distances
 
 
 def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
@@ -244,7 +244,7 @@ def _distinct(records: Records, parts: Parts) -> tuple[int, ...]:
 
 def _merged(records: Records, rows: Sequence[tuple[int, ...]], *, view: View, engine: Engine) -> Iterator[Digest]:
     """The digest of each tensor, whose records are in these rows."""
-    found = digests(records.take([row for parts in rows for row in parts]), view=view, engine=engine)
+    part_digests = digests(records.take([row for parts in rows for row in parts]), view=view, engine=engine)
     for parts in rows:
-        of_parts = list(itertools.islice(found, len(parts)))
+        of_parts = list(itertools.islice(part_digests, len(parts)))
         yield of_parts[0] if len(of_parts) == 1 else merge_digests(of_parts)

@@ -132,7 +132,7 @@ class PairTasks(Sequence[list[PairOfTensors]]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         batch = self._batches[index]
         pairs = self._matching.pairs[batch]
         a = _tensors(self._matching.a, [one for one, _ in pairs])
@@ -140,9 +140,13 @@ class PairTasks(Sequence[list[PairOfTensors]]):
         twins: Iterator[ComparedTensor | None] = itertools.repeat(None, len(pairs))
         if self._noise is not None:
             rows = self._twins[batch]
-            known = [dataclasses.replace(one, rows=own) for (one, _), own in zip(pairs, rows, strict=True) if own]
-            found = iter(_tensors(self._noise, known))
-            twins = (next(found) if own else None for own in rows)
+            twinned = [
+                dataclasses.replace(one, rows=twin_rows)
+                for (one, _), twin_rows in zip(pairs, rows, strict=True)
+                if twin_rows
+            ]
+            twin_tensors = iter(_tensors(self._noise, twinned))
+            twins = (next(twin_tensors) if twin_rows else None for twin_rows in rows)
         return list(zip(a, b, twins, strict=False))
 
 
@@ -155,8 +159,8 @@ BATCH_SIZE = 64
 
 def _tensors(records: Records, parts: Sequence[Parts]) -> list[ComparedTensor]:
     """The tensors with records in these rows, which are fetched together."""
-    found = iter(records.take([row for one in parts for row in one.rows]))
+    fetched = iter(records.take([row for one in parts for row in one.rows]))
     return [
-        ComparedTensor(records=tuple(itertools.islice(found, len(one.rows))), is_assembled=one.is_assembled)
+        ComparedTensor(records=tuple(itertools.islice(fetched, len(one.rows))), is_assembled=one.is_assembled)
         for one in parts
     ]

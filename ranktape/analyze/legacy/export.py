@@ -112,7 +112,7 @@ def export_records(
             # The sample stays a batch of one, as the legacy tools saved it, so that axes keep their numbers.
             part = values if sample is None else values.take([sample], axis=dim)
             name = _file_name(record, sample=sample, names=names)
-            files.put(name, part, record=record, own=_embedded(record, part, sample=sample))
+            files.put(name, part, record=record, description=_embedded(record, part, sample=sample))
         on_record()
     return files.report
 
@@ -146,8 +146,8 @@ def _only(ids: Sequence[Any] | None) -> Any:
 
 def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict[str, Any]:
     """The record as embedded in the file under `RECORD_KEY`."""
-    own = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
-    own["record_checksum"] = checksum(values)
+    fields = {name: value for name, value in record.info.to_json().items() if name not in _NOT_EMBEDDED}
+    fields["record_checksum"] = checksum(values)
     if sample is not None:
         ids, placement = record.sample_ids or [], None
         dim, size = record.sample_dim, [record.shape[record.sample_dim or 0]]
@@ -161,8 +161,8 @@ def _embedded(record: Record, values: Any, *, sample: int | None = None) -> dict
         ):
             placement = {**record.placement, "global_shape": [*shape[:dim], 1, *shape[dim + 1 :]]}
         only = ids[sample] if sample < len(ids) else sample
-        own |= {"sample_ids": [only], "batch_size": 1, "placement": placement}
-    return own
+        fields |= {"sample_ids": [only], "batch_size": 1, "placement": placement}
+    return fields
 
 
 def _words(record: Record, values: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _export_layers(records: Records, files: _Files, *, on_record: Callable[[], o
     of_each: dict[str, dict[str, Any]] = {}
     for stem, record in chosen.items():
         values = record.read()
-        files.put(f"{stem}.pt", values, record=record, own=None)
+        files.put(f"{stem}.pt", values, record=record, description=None)
         overflow = measure(values, sample_dim=None)
         info = _tensor_info(record.dtype, values, overflow)
         statistics[stem] = {
@@ -287,19 +287,21 @@ class _Files:
         with writing(folder, what="folder", option="folder"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def put(self, name: str, values: Any, *, record: Record, own: Mapping[str, Any] | None) -> None:
-        """Write a file with a tensor and, unless `own` is None, with the legacy description that contains `own`."""
-        embedded = None if own is None else json.loads(json.dumps(own))
+    def put(self, name: str, values: Any, *, record: Record, description: Mapping[str, Any] | None) -> None:
+        """Write a file with a tensor and, unless `description` is None, with the legacy metadata that contains it."""
+        embedded = None if description is None else json.loads(json.dumps(description))
 
         def is_same(path: Path) -> bool:
             header = read_header(path)
-            said = header.metadata.get(RECORD_KEY) if isinstance(header.metadata, dict) else None
-            is_alike = said == embedded and header.shape == values.shape
+            existing = header.metadata.get(RECORD_KEY) if isinstance(header.metadata, dict) else None
+            is_alike = existing == embedded and header.shape == values.shape
             return is_alike and checksum(read_values(path, header)) == checksum(values)
 
         if not self._is_there(name, is_same):
             tensor = as_tensor(values, record.dtype)
-            self._write(name, tensor if own is None else {"tensor": tensor, **_words(record, values, own)})
+            self._write(
+                name, tensor if description is None else {"tensor": tensor, **_words(record, values, description)}
+            )
             self.report.nbytes += values.nbytes
 
     def put_plain(self, name: str, document: Mapping[str, Any]) -> None:

@@ -64,7 +64,7 @@ TAGS = ("layer_type", "operation", "phase", "component", "quant_type", "tensor_n
 NUMBERS = ("iteration", "rank", "layer_idx")
 """The numeric fields of a record that the legacy tool embeds."""
 
-_SAID_ELSEWHERE = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
+_FIELD_KEYS = frozenset({*TAGS, *NUMBERS, "sample_idx", RECORD_KEY})
 """The embedded keys that become fields of the record."""
 
 _QUANT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -106,7 +106,7 @@ def _is_sample_ids(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(type(entry) in {int, str} for entry in value))
 
 
-_OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
+_EMBEDDED_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("iteration", "rank", "microbatch", "call", "counter"), _is_number),
     "layer_idx": lambda value: _is_number(value) or (type(value) is int and value == -1),
     **dict.fromkeys(("sample_dim", "batch_size"), lambda value: value is None or _is_number(value)),
@@ -124,35 +124,35 @@ _OWN_FIELDS: dict[str, Callable[[Any], bool]] = {
 """The fields that our export embeds, with a check of the value of each."""
 
 
-def _given_fields(words: Any, *, stem: str) -> dict[str, Any]:
+def _folder_fields(metadata: Any, *, stem: str) -> dict[str, Any]:
     """The valid fields of one layer output in the `metadata.pt` of its folder.
 
     Our export writes the common fields once, and those of each output under `RECORD_KEY`.
     """
-    known = words if isinstance(words, Mapping) else {}
-    of_each = known.get(RECORD_KEY)
-    own = of_each.get(stem) if isinstance(of_each, Mapping) else None
-    found = {name: known[name] for name in _OF_ALL_OUTPUTS if name in known}
-    found |= own if isinstance(own, Mapping) else {}
-    return {name: value for name, value in found.items() if name in _OWN_FIELDS and _OWN_FIELDS[name](value)}
+    entries = metadata if isinstance(metadata, Mapping) else {}
+    of_each = entries.get(RECORD_KEY)
+    own_entries = of_each.get(stem) if isinstance(of_each, Mapping) else None
+    fields = {name: entries[name] for name in _OF_ALL_OUTPUTS if name in entries}
+    fields |= own_entries if isinstance(own_entries, Mapping) else {}
+    return {name: value for name, value in fields.items() if name in _EMBEDDED_FIELDS and _EMBEDDED_FIELDS[name](value)}
 
 
-def _own_fields(own: Mapping[str, Any], header: TensorFile, *, place: Path) -> dict[str, Any]:
+def _embedded_fields(embedded: Mapping[str, Any], header: TensorFile, *, path: Path) -> dict[str, Any]:
     """The fields that our export embedded.
 
     Raises:
         DataError: a field has an invalid value, or the samples do not fit the shape.
     """
-    found = {field: own[field] for field in _OWN_FIELDS if field in own}
-    for field, value in found.items():
-        if not _OWN_FIELDS[field](value):
-            raise DataError(f"{place} has an invalid description: {field}={str(value)[:60]!r}")
-    dim, ids = found.get("sample_dim"), found.get("sample_ids")
+    fields = {field: embedded[field] for field in _EMBEDDED_FIELDS if field in embedded}
+    for field, value in fields.items():
+        if not _EMBEDDED_FIELDS[field](value):
+            raise DataError(f"{path} has an invalid description: {field}={str(value)[:60]!r}")
+    dim, ids = fields.get("sample_dim"), fields.get("sample_ids")
     if dim is not None and dim >= len(header.shape):
-        raise DataError(f"{place} has sample_dim={dim}, but its tensor has {len(header.shape)} dimensions")
+        raise DataError(f"{path} has sample_dim={dim}, but its tensor has {len(header.shape)} dimensions")
     if dim is not None and ids is not None and len(ids) != header.shape[dim]:
-        raise DataError(f"{place} lists {len(ids)} samples, but its tensor has {header.shape[dim]}")
-    return found
+        raise DataError(f"{path} lists {len(ids)} samples, but its tensor has {header.shape[dim]}")
+    return fields
 
 
 NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -176,11 +176,11 @@ class SourceFile:
         *,
         file_name: TensorFileName | None,
         layer: int | None,
-        said: Any = None,
-        given: Mapping[str, Any] | None = None,
-        is_first_enough: bool = False,
+        description: Any = None,
+        folder_fields: Mapping[str, Any] | None = None,
+        allow_longer_lists: bool = False,
     ) -> None:
-        """Take the parsed name, and the folder's description: verbatim as `said`, as record fields as `given`."""
+        """Take the parsed name, the description in the folder, and the fields of the record that it contains."""
         self.path = path
         """Path of the file."""
         self.file_name = file_name
@@ -189,8 +189,8 @@ class SourceFile:
         """Number of files with the same fields that precede it."""
         self.site = path.name
         """The record's site: the file name, escaped if it is not printable ASCII."""
-        self._layer, self._said, self._given = layer, said, given or {}
-        self._is_first_enough = is_first_enough
+        self._layer, self._description, self._folder_values = layer, description, folder_fields or {}
+        self._allow_longer_lists = allow_longer_lists
         self.named = self._named()
         """The fields of the record that do not have to be read from the file."""
         self._header: TensorFile | None = None
@@ -210,7 +210,7 @@ class SourceFile:
         `metadata` is JSON text. `record_checksum` is the checksum that our export embedded, "" if there is none.
         """
         if self._fields is None:
-            header = read_header(self.path, is_first_enough=self._is_first_enough)
+            header = read_header(self.path, allow_longer_lists=self._allow_longer_lists)
             described = self._described(header)
             # Not kept, since many files can have the same long metadata.
             self._header = dataclasses.replace(header, metadata=None, tensor_info=None)
@@ -237,11 +237,11 @@ class SourceFile:
             DataError: the checksum differs from the embedded one.
         """
         values = self.values()
-        found, said = checksum(values), self.fields()["record_checksum"]
-        if said and said != found:
-            raise DataError(f"the values in {self.path} are damaged: their checksum is {found}, not {said}")
-        if self._measured is None or self._measured[1] != found:
-            self._measured = measure(values, sample_dim=self.fields()["sample_dim"]), found
+        actual, expected = checksum(values), self.fields()["record_checksum"]
+        if expected and expected != actual:
+            raise DataError(f"the values in {self.path} are damaged: their checksum is {actual}, not {expected}")
+        if self._measured is None or self._measured[1] != actual:
+            self._measured = measure(values, sample_dim=self.fields()["sample_dim"]), actual
         return values, *self._measured
 
     def _named(self) -> dict[str, Any]:
@@ -250,7 +250,9 @@ class SourceFile:
         if layer is not None:
             layer_type = "embedding" if layer < 0 else "hidden"
             fixed = {"layer_type": layer_type, "layer_idx": layer, "phase": "post", "tensor_name": "output"}
-            return _UNTAGGED | {field: value for field, value in self._given.items() if field in _UNTAGGED} | fixed
+            return (
+                _UNTAGGED | {field: value for field, value in self._folder_values.items() if field in _UNTAGGED} | fixed
+            )
         if named is None:
             return {}
         fields: dict[str, Any] = {tag: str(getattr(named, tag)) for tag in TAGS[:-1]}
@@ -267,8 +269,8 @@ class SourceFile:
         own, named = known.get(RECORD_KEY), self.file_name
         stem = "".join(character if character.isprintable() else "?" for character in self.path.stem)
         # Metadata of other tools that does not become fields.
-        rest = {key: value for key, value in known.items() if key not in _SAID_ELSEWHERE}
-        more = {"tensor_info": header.tensor_info, "group_idx": named and named.group_idx, "folder": self._said}
+        rest = {key: value for key, value in known.items() if key not in _FIELD_KEYS}
+        more = {"tensor_info": header.tensor_info, "group_idx": named and named.group_idx, "folder": self._description}
         rest |= {key: value for key, value in more.items() if value is not None}
         fields: dict[str, Any] = {
             **dict.fromkeys(("sample_dim", "sample_ids", "batch_size", "placement")),
@@ -283,7 +285,9 @@ class SourceFile:
             "tensor_name": stem[:MAX_TERM_LENGTH] or "tensor",
             **_UNTAGGED,
             # Invalid values that the legacy tool embedded are ignored.
-            **{name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _OWN_FIELDS[name](known[name])},
+            **{
+                name: known[name] for name in (*TAGS, *NUMBERS) if name in known and _EMBEDDED_FIELDS[name](known[name])
+            },
             **({} if named is None else {"tensor_name": recorded_tensor_name(named)}),
         }
         sample_idx = known.get("sample_idx") if named is None or named.sample_idx is None else named.sample_idx
@@ -291,10 +295,10 @@ class SourceFile:
             fields["sample_ids"] = [sample_idx]
         fields |= self._samples(header.shape, known.get("batch_size"), is_one=is_one, tensor_name=fields["tensor_name"])
         if isinstance(own, Mapping):
-            fields |= _own_fields(own, header, place=self.path)
-        elif self._given:
-            rest = (self._given.get("metadata") or {}) | rest
-            fields |= _own_fields(self._given, header, place=self.path) | {"metadata": rest or None}
+            fields |= _embedded_fields(own, header, path=self.path)
+        elif self._folder_values:
+            rest = (self._folder_values.get("metadata") or {}) | rest
+            fields |= _embedded_fields(self._folder_values, header, path=self.path) | {"metadata": rest or None}
         fields["metadata"] = json.dumps(fields["metadata"], separators=(",", ":"))
         return fields | {"dtype": header.dtype, "shape": header.shape, "nbytes": header.nbytes}
 
@@ -417,8 +421,8 @@ class Folder:
         """The reason for each file that was left out."""
         self._any_name, is_alone = any_name, path.is_file()
         paths = [path] if is_alone else self._list(path)
-        said = self._descriptions(paths)
-        files = list(filter(None, (self._file(entry, said, is_alone=is_alone) for entry in paths)))
+        descriptions = self._descriptions(paths)
+        files = list(filter(None, (self._file(entry, descriptions, is_alone=is_alone) for entry in paths)))
         if self.unreadable and not skip_unreadable:
             raise DataError(next(iter(self.unreadable.values())))
         if skip_unreadable or any_name:
@@ -431,7 +435,7 @@ class Folder:
         """Every file that was accepted by its name, readable or not."""
         self.files: Sequence[SourceFile] = sorted(files, key=_order)
         """The files with a tensor, ordered by iteration, rank and time of writing."""
-        _tell_apart(self.files)
+        _make_unique(self.files)
         self.iterations = sorted({file.field("iteration") for file in self.files})
         """The iterations of the files in ascending order."""
 
@@ -470,34 +474,47 @@ class Folder:
 
     def _descriptions(self, paths: Iterable[Path]) -> dict[str, Any]:
         """The contents of the description files in a folder of layer outputs, by file stem."""
-        found = {}
+        descriptions = {}
         for path in paths:
             if path.name in {STATISTICS, METADATA}:
                 try:
-                    found[path.stem] = read_plain(path)
+                    descriptions[path.stem] = read_plain(path)
                 except (DataError, StorageError) as error:
                     self.unreadable[path.name] = str(error)
-        return found
+        return descriptions
 
-    def _file(self, path: Path, folder_said: Mapping[str, Any], *, is_alone: bool) -> SourceFile | None:
+    def _file(self, path: Path, descriptions: Mapping[str, Any], *, is_alone: bool) -> SourceFile | None:
         if path.name in {STATISTICS, METADATA}:
             return None
         layer = parse_layer_output_name(path.name)
-        first: dict[str, Any] = {"is_first_enough": self._any_name}
         if layer is None:
             file_name = parse_tensor_file_name(path.name)
             if file_name is None and not is_alone and not (self._any_name and path.suffix == ".pt"):
                 self.foreign.append(path.name)
                 return None
-            return SourceFile(path, file_name=file_name, layer=None, **first)
-        statistics, words = folder_said.get("statistics"), folder_said.get("metadata")
+            return SourceFile(path, file_name=file_name, layer=None, allow_longer_lists=self._any_name)
+        statistics, metadata = descriptions.get("statistics"), descriptions.get("metadata")
         keys = (path.stem, path.stem.removesuffix("_output"), "layer_0" if path.stem.startswith("embedding") else "")
-        known = statistics if isinstance(statistics, dict) else {}
-        own = next((known[key] for key in keys if key in known), None)
-        shown = {key: word for key, word in words.items() if key != RECORD_KEY} if isinstance(words, dict) else words
-        said = {name: entry for name, entry in (("metadata", shown), ("statistics", own)) if entry is not None}
-        given = _given_fields(words, stem=path.stem)
-        return SourceFile(path, file_name=None, layer=layer, said=said or None, given=given, **first)
+        all_statistics = statistics if isinstance(statistics, dict) else {}
+        layer_statistics = next((all_statistics[key] for key in keys if key in all_statistics), None)
+        shown_metadata = (
+            {key: value for key, value in metadata.items() if key != RECORD_KEY}
+            if isinstance(metadata, dict)
+            else metadata
+        )
+        description = {
+            name: entry
+            for name, entry in (("metadata", shown_metadata), ("statistics", layer_statistics))
+            if entry is not None
+        }
+        return SourceFile(
+            path,
+            file_name=None,
+            layer=layer,
+            description=description or None,
+            folder_fields=_folder_fields(metadata, stem=path.stem),
+            allow_longer_lists=self._any_name,
+        )
 
     def _open(self, files: Iterable[SourceFile]) -> None:
         """Read the fields of files; note the reason for each that cannot be read."""
@@ -519,7 +536,7 @@ def _order(file: SourceFile) -> tuple[Any, ...]:
     return (file.field("iteration"), file.field("rank"), *written, file.field("layer_idx"), file.path.name)
 
 
-def _tell_apart(files: Sequence[SourceFile]) -> None:
+def _make_unique(files: Sequence[SourceFile]) -> None:
     """Make files unique: number the calls of files with the same fields, and give each file its own site.
 
     In sites, characters other than printable ASCII are escaped.

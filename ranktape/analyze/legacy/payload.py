@@ -68,7 +68,7 @@ class TensorFile:
     """The entry `metadata` of the file, as JSON data; None if there is none."""
     tensor_info: Any
     """The entry `tensor_info` of the file, as JSON data; None if there is none."""
-    is_first_enough: bool
+    allow_longer_lists: bool
     """Whether the tensor can be the first of several entries of a list."""
 
     @property
@@ -77,14 +77,14 @@ class TensorFile:
         return math.prod(self.shape) * dtype_row(self.dtype).itemsize
 
 
-def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
+def read_header(path: Path, *, allow_longer_lists: bool = False) -> TensorFile:
     """Read the description of the tensor in a file.
 
-    The file contains a tensor, a list of one, or a dictionary with one under `tensor`. If `is_first_enough`, it can
+    The file contains a tensor, a list of one, or a dictionary with one under `tensor`. If `allow_longer_lists`, it can
     also be a longer list that starts with a tensor.
     """
     payload, largest = _load(path, is_mapped=True)
-    tensor = _tensor_of(payload, path, is_first_enough=is_first_enough)
+    tensor = _tensor_of(payload, path, allow_longer_lists=allow_longer_lists)
     _check_held(tensor, largest, path)
     described = payload if isinstance(payload, dict) else {}
     return TensorFile(
@@ -92,7 +92,7 @@ def read_header(path: Path, *, is_first_enough: bool = False) -> TensorFile:
         shape=tuple(tensor.shape),
         metadata=plain(described.get("metadata"), path),
         tensor_info=plain(described.get("tensor_info"), path),
-        is_first_enough=is_first_enough,
+        allow_longer_lists=allow_longer_lists,
     )
 
 
@@ -125,7 +125,7 @@ def read_values(path: Path, header: TensorFile) -> NDArray[Any]:
     import torch
 
     payload, _ = _load(path)
-    tensor = _tensor_of(payload, path, is_first_enough=header.is_first_enough)
+    tensor = _tensor_of(payload, path, allow_longer_lists=header.allow_longer_lists)
     if (_dtype_of(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
         raise DataError(f"{path} has changed since it was listed: it is still being written, or was replaced")
     dtype = dtype_row(header.dtype).numpy_dtype
@@ -210,7 +210,7 @@ def _check_held(tensor: torch.Tensor, largest: int | None, path: Path) -> None:
         raise DataError(f"{path} is damaged or truncated: it contains fewer values than it declares")
 
 
-def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tensor:
+def _tensor_of(payload: Any, path: Path, *, allow_longer_lists: bool) -> torch.Tensor:
     """The tensor in the contents of a file.
 
     Raises:
@@ -220,7 +220,7 @@ def _tensor_of(payload: Any, path: Path, *, is_first_enough: bool) -> torch.Tens
 
     is_list = isinstance(payload, list | tuple)
     found = payload.get("tensor") if isinstance(payload, dict) else payload
-    if is_list and (len(payload) == 1 or (is_first_enough and payload)):
+    if is_list and (len(payload) == 1 or (allow_longer_lists and payload)):
         found = payload[0]
     if not isinstance(found, torch.Tensor):
         what = f"{len(payload)} values" if is_list else f"a {type(payload).__name__}"

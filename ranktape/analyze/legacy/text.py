@@ -122,7 +122,7 @@ def analysis_lines(found: Recommendation) -> Iterator[str]:
     for name in ("mse", "rmse", "cosine", "psnr", "sqnr", "mae", "max_abs_error", "relative_error"):
         yield f"     - {named.get(name, name.upper())}: {metric_text(name, level)}"
     yield f"     - {_shares(sweep, chosen)}"
-    if found.keeps_nothing:
+    if found.loses_everything:
         yield "   All levels lose nearly everything: this one is no worse than the others"
     mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
     lowest, highest = cosine_text(cosine.lowest), cosine_text(cosine.highest)

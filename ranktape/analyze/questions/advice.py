@@ -28,7 +28,7 @@ from ranktape.analyze.numerics.sweeps.options import MAX_SCALE_EXPONENT, SweepMo
 from ranktape.analyze.numerics.sweeps.sweep import ScaleSweep
 from ranktape.errors import UsageError
 
-KEPT_SQNR = 1.0
+MIN_USEFUL_SQNR = 1.0
 """A level with at most this SQNR, in dB, keeps nothing of a tensor. Zeros instead of the tensor have 0 dB."""
 
 
@@ -104,9 +104,9 @@ def is_lossless(level: Level) -> bool:
     return level.max_abs_error == 0
 
 
-def keeps_nothing(levels: Sequence[Level]) -> bool:
-    """Whether all levels have an SQNR of at most `KEPT_SQNR`; false if there are no levels."""
-    return bool(levels) and all(level.sqnr <= KEPT_SQNR for level in levels)
+def loses_everything(levels: Sequence[Level]) -> bool:
+    """Whether all levels have an SQNR of at most `MIN_USEFUL_SQNR`; false if there are no levels."""
+    return bool(levels) and all(level.sqnr <= MIN_USEFUL_SQNR for level in levels)
 
 
 def _severe_stretches(verdicts: Sequence[Verdict], *, but: Sequence[Level]) -> tuple[Stretch, ...]:
@@ -148,7 +148,7 @@ def direction_of(levels: Sequence[Level], recommended: Level, *, is_tapered: boo
     """
     position = _position_of(levels, recommended)
     by_overflow = recommended.overflow_ratio > recommended.flushed_ratio
-    if keeps_nothing(levels):
+    if loses_everything(levels):
         return "larger" if by_overflow else "smaller"
     may_grow = position is Position.LARGEST or (position is Position.ONLY and by_overflow)
     if may_grow and (recommended.overflow_count > 0 or is_tapered):
@@ -288,7 +288,7 @@ class Recommendation:
         self.as_good = _range_of(as_good) if as_good else None
         """Exponents or offsets of the consecutive levels around and including the recommended one that lose no more:
         see `metrics.is_as_good`."""
-        self.keeps_nothing = keeps_nothing(levels)
+        self.loses_everything = loses_everything(levels)
         """Whether no level keeps anything of the tensor."""
         self.best = {name: level for name in METRICS if (level := best_by(sweep, name)) is not None}
         """The best level for each metric, by its field in `Level`."""
@@ -311,7 +311,7 @@ class Recommendation:
         clean = [[verdict.level for verdict in run] for is_clean, run in runs if is_clean]
         self.optimal = _range_of(max(clean, key=len)) if clean else None
         """Exponents or offsets of the longest run of clean levels; None if none is clean."""
-        self.avoid = _severe_stretches(self.verdicts, but=[] if self.keeps_nothing else as_good)
+        self.avoid = _severe_stretches(self.verdicts, but=[] if self.loses_everything else as_good)
         """Runs of levels of high severity with their causes, without the recommended level and those as good."""
         self.least_bad: Verdict | None = None
         """If no level is clean, the level at which the fewest values overflow or become zero."""
@@ -336,8 +336,8 @@ def best_by(sweep: ScaleSweep, name: str) -> Level | None:
     If squared errors overflow or underflow in float64, their roots are compared instead.
     """
     is_beyond = any(map(is_square_beyond, sweep.levels))
-    found = sweep.best(METRICS["rmse" if name == "mse" and is_beyond else name].goodness)
-    return None if found is None else sweep.settled(found)
+    best = sweep.best(METRICS["rmse" if name == "mse" and is_beyond else name].goodness)
+    return None if best is None else sweep.settled(best)
 
 
 def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
@@ -348,20 +348,24 @@ def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
     return [*reversed(before), chosen, *after]
 
 
-def _advice(found: Recommendation) -> Advice:
+def _advice(recommendation: Recommendation) -> Advice:
     """The conclusions from the recommendation of a sweep."""
-    if found.recommended is None:
-        return Advice((), (), (f"no scale to recommend: {found.sweep.note}",))
-    is_varied = len(found.verdicts) > 1 and not found.keeps_nothing
-    metrics = _on_metrics(found) if is_varied else []
-    return Advice(tuple(metrics), tuple(_on_limits(found)), tuple(_conclusion(found, found.recommended.level)))
+    if recommendation.recommended is None:
+        return Advice((), (), (f"no scale to recommend: {recommendation.sweep.note}",))
+    is_varied = len(recommendation.verdicts) > 1 and not recommendation.loses_everything
+    metrics = _on_metrics(recommendation) if is_varied else []
+    return Advice(
+        tuple(metrics),
+        tuple(_on_limits(recommendation)),
+        tuple(_conclusion(recommendation, recommendation.recommended.level)),
+    )
 
 
-def _on_metrics(found: Recommendation) -> list[str]:
-    mse, cosine, psnr = (found.spreads[name] for name in ("mse", "cosine", "psnr"))
+def _on_metrics(recommendation: Recommendation) -> list[str]:
+    mse, cosine, psnr = (recommendation.spreads[name] for name in ("mse", "cosine", "psnr"))
     return [
         "the MSE of some levels is outside the range of float64: compare the levels by PSNR"
-        if found.is_mse_beyond
+        if recommendation.is_mse_beyond
         else "MSE hardly depends on the scale: all levels are suitable"
         if mse.variation is Variation.STABLE
         else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale carefully",
@@ -380,51 +384,56 @@ _OF_PSNR = {
 }
 
 
-def _on_limits(found: Recommendation) -> list[str]:
-    said = []
-    for stretch in found.avoid:
+def _on_limits(recommendation: Recommendation) -> list[str]:
+    sentences = []
+    for stretch in recommendation.avoid:
         both = stretch.overflows and stretch.underflows
         what = "overflow, and more than 1 % underflow" if both else "overflow" if stretch.overflows else "underflow"
-        said.append(f"avoid {_levels(found, stretch.exponents)}: more than 1 % of the values {what}")
-    if any(stretch.overflows for stretch in found.avoid):
-        said.append("values that overflow are saturated: the largest values are lost")
-    if any(stretch.underflows for stretch in found.avoid):
-        said.append("values that underflow lose significand bits or become zero: the smallest values are lost")
-    if found.optimal is not None:
-        said.append(f"free of significant overflow and underflow: {_levels(found, found.optimal)}")
-    if found.keeps_nothing:
-        return said
-    if found.least_bad is not None:
-        said.append(
-            f"no level is free of overflow and underflow: the fewest values are saturated or become zero at "
-            f"{found.word} {found.least_bad.level.exponent:.4g}, {_parts(found.least_bad)}"
+        sentences.append(f"avoid {_levels(recommendation, stretch.exponents)}: more than 1 % of the values {what}")
+    if any(stretch.overflows for stretch in recommendation.avoid):
+        sentences.append("values that overflow are saturated: the largest values are lost")
+    if any(stretch.underflows for stretch in recommendation.avoid):
+        sentences.append("values that underflow lose significand bits or become zero: the smallest values are lost")
+    if recommendation.optimal is not None:
+        sentences.append(
+            f"free of significant overflow and underflow: {_levels(recommendation, recommendation.optimal)}"
         )
-    chosen = found.recommended
+    if recommendation.loses_everything:
+        return sentences
+    if recommendation.least_bad is not None:
+        sentences.append(
+            f"no level is free of overflow and underflow: the fewest values are saturated or become zero at "
+            f"{recommendation.word} {recommendation.least_bad.level.exponent:.4g}, {_parts(recommendation.least_bad)}"
+        )
+    chosen = recommendation.recommended
     if chosen is not None and chosen.severity is not LossSeverity.NONE:
-        said.append(
+        sentences.append(
             f"the recommended level also has {chosen.severity} overflow or underflow ({_parts(chosen)}), "
             "but the best score"
         )
-    return said
+    return sentences
 
 
-def _conclusion(found: Recommendation, level: Level) -> list[str]:
-    scheme, word, ties = found.sweep.scheme.name, found.word, found.as_good
-    if found.keeps_nothing:
-        said = [f"all levels lose nearly everything in {scheme}: try {found.direction} scales"]
+def _conclusion(recommendation: Recommendation, level: Level) -> list[str]:
+    scheme, word, ties = recommendation.sweep.scheme.name, recommendation.word, recommendation.as_good
+    if recommendation.loses_everything:
+        sentences = [f"all levels lose nearly everything in {scheme}: try {recommendation.direction} scales"]
     else:
-        said = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
+        sentences = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
         if ties is not None and ties.minimum != ties.maximum:
-            said.append(f"{_levels(found, ties)} are equally good: their SQNR is within 0.01 dB")
+            sentences.append(f"{_levels(recommendation, ties)} are equally good: their SQNR is within 0.01 dB")
         if is_lossless(level):
-            said.append("it loses nothing")
-        elif found.position is not None:
-            said.append(_OF_POSITION[found.position] + _OF_DIRECTION.get((found.position, found.direction), ""))
-    if found.original_choice is not None:
-        exponent = found.original_choice.exponent
+            sentences.append("it loses nothing")
+        elif recommendation.position is not None:
+            sentences.append(
+                _OF_POSITION[recommendation.position]
+                + _OF_DIRECTION.get((recommendation.position, recommendation.direction), "")
+            )
+    if recommendation.original_choice is not None:
+        exponent = recommendation.original_choice.exponent
         same = ", too" if exponent == level.exponent else ""
-        said.append(f"the legacy tool recommends {word} {exponent:.4g}{same}")
-    return said
+        sentences.append(f"the legacy tool recommends {word} {exponent:.4g}{same}")
+    return sentences
 
 
 _OF_POSITION = {
@@ -444,9 +453,9 @@ _OF_DIRECTION = {
 }
 
 
-def _levels(found: Recommendation, exponents: Range) -> str:
+def _levels(recommendation: Recommendation, exponents: Range) -> str:
     low, high = f"{exponents.minimum:.4g}", f"{exponents.maximum:.4g}"
-    return f"{found.word} {low}" if low == high else f"{found.word}s {low} to {high}"
+    return f"{recommendation.word} {low}" if low == high else f"{recommendation.word}s {low} to {high}"
 
 
 def _parts(verdict: Verdict) -> str:
@@ -572,7 +581,7 @@ def best_format(
     loss. Other tensors without levels are ignored; None if there are no others.
     """
     best_levels = (
-        (found[0].scheme, [one for one in map(best_sqnr, found) if one is not None]) for found in sweeps.values()
+        (swept[0].scheme, [one for one in map(best_sqnr, swept) if one is not None]) for swept in sweeps.values()
     )
     return best_format_of([(scheme, min(best)) for scheme, best in best_levels if best], target_sqnr=target_sqnr)
 

@@ -14,7 +14,7 @@ from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import (
     IDENTITY,
-    ask_each,
+    answer_by_source,
     group_columns,
     group_row,
     identity_columns,
@@ -83,7 +83,7 @@ def compare(
     limits: dict[str, Any] = {"metric": metric, "tolerance": tolerance, "margin": margin}
     judge = Judge(**limits, has_noise=noise is not None, is_same_tensor=pairing.is_same_tensor)
 
-    def ask(one: Records) -> Table:
+    def compare_one(one: Records) -> Table:
         first, second = (one, None) if other is None else (records, one)
         matching = _match(first, second, pairing, allow_unmatched=allow_unmatched)
         rows = _PairRows(matching, judge, by=by)
@@ -91,13 +91,13 @@ def compare(
         pairs.sort(key=lambda one: one.order if in_order else (-one.badness, one.order))
         return rows.table(pairs)
 
-    asked, each = (records, "within itself") if other is None else (other, f"with {printable(records.reader.url)}")
+    compared, each = (records, "within itself") if other is None else (other, f"with {printable(records.reader.url)}")
     if other is not None and len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
         raise UsageError(f"the reference must be a single source, but there are {len(records.sources)}: {named}")
-    if len(asked.sources) <= 1:
-        return ask(asked)
-    return ask_each(asked, ask, title=f"{len(asked.sources)} sources, each compared {each}")
+    if len(compared.sources) <= 1:
+        return compare_one(compared)
+    return answer_by_source(compared, compare_one, title=f"{len(compared.sources)} sources, each compared {each}")
 
 
 def _match(a: Records, b: Records | None, pairing: Pairing, *, allow_unmatched: bool) -> Matching:
@@ -140,8 +140,10 @@ def _compared(
             distances = distances_of(matching, view=view, engine=engine)
     orders = execution_order(matching.a, [one.rows[0] for one, _ in matching.pairs])
     return [
-        ComparedPair(sides, judge, order=order, differences=apart, twin=twin, distances=distance)
-        for sides, order, (apart, twin), distance in zip(matching.pairs, orders, differences, distances, strict=True)
+        ComparedPair(sides, judge, order=order, differences=difference, twin=twin, distances=distance)
+        for sides, order, (difference, twin), distance in zip(
+            matching.pairs, orders, differences, distances, strict=True
+        )
     ]
 
 

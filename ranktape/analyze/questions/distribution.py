@@ -33,7 +33,7 @@ from ranktape.analyze.numerics.distributions import (
     log2_bins,
 )
 from ranktape.analyze.numerics.formats import Format, parse_format
-from ranktape.analyze.questions.stats import how_seen
+from ranktape.analyze.questions.stats import view_text
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UsageError
 from ranktape.storage import Records
@@ -46,7 +46,7 @@ MAX_PER_BINADE = 256
 """Maximum number of bins in a binade: twice the number of bfloat16 values in it."""
 
 
-class Look(enum.StrEnum):
+class DistributionKind(enum.StrEnum):
     """The kind of distribution to show: the choices of `--kind`."""
 
     LINEAR = "linear"
@@ -66,10 +66,10 @@ class Look(enum.StrEnum):
 
 
 _OWNERS = {
-    "bins": (Look.LINEAR, Look.NORMALISED),
-    "per_binade": (Look.LOG2,),
-    "points": (Look.QQ,),
-    "format": (Look.EXPONENTS, Look.FORMATS),
+    "bins": (DistributionKind.LINEAR, DistributionKind.NORMALISED),
+    "per_binade": (DistributionKind.LOG2,),
+    "points": (DistributionKind.QQ,),
+    "format": (DistributionKind.EXPONENTS, DistributionKind.FORMATS),
 }
 """The kinds for which each argument is valid."""
 
@@ -77,7 +77,9 @@ _OWNERS = {
 def distribution(
     records: Records,
     *,
-    kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"] | Look | None = None,
+    kind: Literal["linear", "normalised", "log2", "exponents", "formats", "normal", "qq"]
+    | DistributionKind
+    | None = None,
     bins: int | None = None,
     per_binade: int | None = None,
     points: int | None = None,
@@ -108,41 +110,44 @@ def distribution(
         UnknownFieldError: `by` names no field of a record.
         UsageError: there is no such kind or format, or a number is out of its range.
     """
-    if kind is not None and kind not in list(Look):
-        raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(Look)}")
-    look = Look(kind) if kind is not None else Look.LINEAR if bins is not None else Look.LOG2
-    options = _options(look, bins=bins, per_binade=per_binade, points=points, formats=words(format))
-    answer, seen = ANSWERS[look], view or View.COMPUTE
-    known = records.where(f"keep != '{Keep.STATISTICS}'")
-    if not len(known):
+    if kind is not None and kind not in list(DistributionKind):
+        raise UsageError(f"kind {str(kind)!r} is not known: use one of {', '.join(DistributionKind)}")
+    default = DistributionKind.LOG2 if bins is None else DistributionKind.LINEAR
+    chosen = default if kind is None else DistributionKind(kind)
+    options = _options(chosen, bins=bins, per_binade=per_binade, points=points, formats=words(format))
+    answer, chosen_view = ANSWERS[chosen], view or View.COMPUTE
+    with_distribution = records.where(f"keep != '{Keep.STATISTICS}'")
+    if not len(with_distribution):
         raise NoRecordsError("no record stores values or a histogram: statistics contain no distribution")
-    groups = group_records(known, by=by)
+    groups = group_records(with_distribution, by=by)
     *keys, count = groups.columns
     heads = list(groups.heads)
     tables: list[list[tuple[Any, ...]]] = [[] for _ in heads]
     counts, is_exact, is_complex = Counter[str](), True, False
-    for number, digest in group_digests(known, groups, view=seen, engine=engine):
+    for number, digest in group_digests(with_distribution, groups, view=chosen_view, engine=engine):
         tables[number] = [(*heads[number], *row) for row in answer.rows(digest, options)]
         counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
     return Table(
-        title=f"{answer.title}, {how_seen(seen)}",
+        title=f"{answer.title}, {view_text(chosen_view)}",
         columns=(*keys, replace(count, is_key=True), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
-        notes=tuple(_notes(counts, num_without=len(records) - len(known), is_exact=is_exact, is_complex=is_complex)),
+        notes=tuple(
+            _notes(counts, num_without=len(records) - len(with_distribution), is_exact=is_exact, is_complex=is_complex)
+        ),
         is_whole=True,
     )
 
 
 def _options(
-    look: Look, *, bins: int | None, per_binade: int | None, points: int | None, formats: Sequence[str]
-) -> LookOptions:
+    kind: DistributionKind, *, bins: int | None, per_binade: int | None, points: int | None, formats: Sequence[str]
+) -> DistributionOptions:
     """The options of a kind, with defaults. Raises an error for an option of another kind."""
     for name, value in {"bins": bins, "per_binade": per_binade, "points": points, "format": formats or None}.items():
-        if value is not None and look not in _OWNERS[name]:
+        if value is not None and kind not in _OWNERS[name]:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} does not apply to --kind {look}: it is for {' and '.join(_OWNERS[name])}")
-    return LookOptions(
+            raise UsageError(f"{flag} does not apply to --kind {kind}: it is for {' and '.join(_OWNERS[name])}")
+    return DistributionOptions(
         bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
         per_binade=_checked("per_binade", 1 if per_binade is None else per_binade, most=MAX_PER_BINADE),
         points=_checked("points", 101 if points is None else points, most=MAX_BINS),
@@ -178,7 +183,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookOptions:
+class DistributionOptions:
     """The options of all kinds."""
 
     bins: int
@@ -192,32 +197,32 @@ class LookOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAnswer:
+class DistributionTable:
     """The table that a kind creates from a digest."""
 
     title: str
     """Title of the distribution."""
     columns: tuple[Column, ...]
     """The columns of the table."""
-    rows: Callable[[Digest, LookOptions], Rows]
+    rows: Callable[[Digest, DistributionOptions], Rows]
     """The rows for one digest; none if there is nothing to show."""
 
 
 def _columns(*texts: str) -> tuple[Column, ...]:
     """One column for each text `name kind head`. A leading dot marks a detail."""
-    found = []
+    columns = []
     for text in texts:
         name, kind, *head = text.removeprefix(".").split(" ", 2)
-        found.append(Column(name=name, kind=Kind(kind), head=" ".join(head), is_detail=text.startswith(".")))
-    return tuple(found)
+        columns.append(Column(name=name, kind=Kind(kind), head=" ".join(head), is_detail=text.startswith(".")))
+    return tuple(columns)
 
 
-def _linear(digest: Digest, options: LookOptions) -> Rows:
+def _linear(digest: Digest, options: DistributionOptions) -> Rows:
     bins = linear_bins(digest, options.bins)
     return _zipped(bins.edges[:-1], bins.edges[1:], bins.counts, bins.ratio(), bins.density(), bins.relative_density())
 
 
-def _normalised(digest: Digest, options: LookOptions) -> Rows:
+def _normalised(digest: Digest, options: DistributionOptions) -> Rows:
     numbers = finite(digest)
     # Without values, these are NaN, and the comparison is false.
     if not numbers.minimum < numbers.maximum:
@@ -230,13 +235,13 @@ def _normalised(digest: Digest, options: LookOptions) -> Rows:
     return _zipped(*edges, bins.counts, bins.ratio(), bins.density(), density, bins.relative_density())
 
 
-def _log2(digest: Digest, options: LookOptions) -> Rows:
+def _log2(digest: Digest, options: DistributionOptions) -> Rows:
     bins: Bins = log2_bins(digest, options.per_binade)
     counts = (bins.counts, bins.num_negative, bins.ratio())
     return _zipped(bins.edges[:-1], bins.edges[1:], *counts, bins.density(), bins.relative_density())
 
 
-def _exponents(digest: Digest, options: LookOptions) -> Rows:
+def _exponents(digest: Digest, options: DistributionOptions) -> Rows:
     bins = log2_bins(digest)
     aligned = [held_by(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
     unscaled = [held_by(digest, row) for row in options.formats]
@@ -261,7 +266,7 @@ def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
     return [one.format for one in held if one.lowest_exponent <= exponent < one.lowest_normal_exponent]
 
 
-def _formats(digest: Digest, options: LookOptions) -> Rows:
+def _formats(digest: Digest, options: DistributionOptions) -> Rows:
     for row in options.formats:
         yield (row.name, "none", *_held_cells(held_by(digest, row)))
         exponent = aligned_exponent(digest, row)
@@ -289,7 +294,7 @@ _FATES = {
 """What a format does to a value, and the heading in text."""
 
 
-def _normal(digest: Digest, options: LookOptions) -> Rows:
+def _normal(digest: Digest, options: DistributionOptions) -> Rows:
     fit = fit_normal(digest, num_points=options.points)
     known = None if "complex" in digest.dtype else digest.statistics
     skewness, kurtosis = (None, None) if known is None else (known.skewness, known.kurtosis)
@@ -297,7 +302,7 @@ def _normal(digest: Digest, options: LookOptions) -> Rows:
     yield (*moments, fit.ks_distance, fit.ks_p_value, fit.qq_correlation)
 
 
-def _qq(digest: Digest, options: LookOptions) -> Rows:
+def _qq(digest: Digest, options: DistributionOptions) -> Rows:
     fit = fit_normal(digest, num_points=options.points)
     return _zipped(fit.probabilities, fit.theoretical, fit.observed)
 
@@ -310,9 +315,11 @@ _EDGES = ("lower float from", "upper float to")
 _COUNT = ("count integer", "ratio ratio share in bins")
 _RELATIVE = "relative_density bar relative density"
 
-ANSWERS: Mapping[Look, LookAnswer] = {
-    Look.LINEAR: LookAnswer("histogram of the values", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear),
-    Look.NORMALISED: LookAnswer(
+ANSWERS: Mapping[DistributionKind, DistributionTable] = {
+    DistributionKind.LINEAR: DistributionTable(
+        "histogram of the values", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear
+    ),
+    DistributionKind.NORMALISED: DistributionTable(
         "histogram of the values, normalised to [0, 1]",
         _columns(
             "normalised.lower float from",
@@ -326,7 +333,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         ),
         _normalised,
     ),
-    Look.LOG2: LookAnswer(
+    DistributionKind.LOG2: DistributionTable(
         "histogram of the values in binades",
         (
             *_columns(*_EDGES, _COUNT[0], "negative integer negative", _COUNT[1]),
@@ -335,7 +342,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         ),
         _log2,
     ),
-    Look.EXPONENTS: LookAnswer(
+    DistributionKind.EXPONENTS: DistributionTable(
         "values by power of two",
         _columns(
             "exponent integer",
@@ -348,7 +355,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         ),
         _exponents,
     ),
-    Look.FORMATS: LookAnswer(
+    DistributionKind.FORMATS: DistributionTable(
         "values in each format",
         _columns(
             "format text",
@@ -365,7 +372,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         ),
         _formats,
     ),
-    Look.NORMAL: LookAnswer(
+    DistributionKind.NORMAL: DistributionTable(
         "normal distribution fitted to the values",
         _columns(
             "finite integer",
@@ -379,7 +386,7 @@ ANSWERS: Mapping[Look, LookAnswer] = {
         ),
         _normal,
     ),
-    Look.QQ: LookAnswer(
+    DistributionKind.QQ: DistributionTable(
         "quantiles of the values and of the fitted normal distribution",
         _columns("probability float", "theoretical float fitted", "observed float observed"),
         _qq,

@@ -46,17 +46,17 @@ def ls(records: Records, *, by: Sequence[str] = ()) -> Table:
 
 def _folder_notes(records: Records) -> list[str]:
     """The metadata of a folder of layer outputs in one line. Each record's metadata has all of it."""
-    said = json.loads(records[:1].column("metadata").tolist()[0] or "null") if len(records) else None
-    words = ((said or {}).get("folder") or {}).get("metadata")
-    if not isinstance(words, dict) or not words:
+    metadata = json.loads(records[:1].column("metadata").tolist()[0] or "null") if len(records) else None
+    entries = ((metadata or {}).get("folder") or {}).get("metadata")
+    if not isinstance(entries, dict) or not entries:
         return []
-    return ["metadata.pt: " + printable(", ".join(f"{name} {_brief(word)}" for name, word in words.items()))]
+    return ["metadata.pt: " + printable(", ".join(f"{name} {_brief(entry)}" for name, entry in entries.items()))]
 
 
-def _brief(word: Any) -> str:
-    if isinstance(word, dict) and word.keys() == {"tensor", "shape", "values"}:
-        return f"{word['tensor']}{word['shape']}"
-    if isinstance(word, dict | list):
-        return f"{len(word)} entries"
-    text = str(word)
+def _brief(entry: Any) -> str:
+    if isinstance(entry, dict) and entry.keys() == {"tensor", "shape", "values"}:
+        return f"{entry['tensor']}{entry['shape']}"
+    if isinstance(entry, dict | list):
+        return f"{len(entry)} entries"
+    text = str(entry)
     return text if len(text) <= _MAX_BRIEF else text[:_MAX_BRIEF] + "..."

@@ -129,26 +129,28 @@ def overflow(
     chosen = view or (View.COMPUTE if targets else View.SEEN)
     # The first occurrence is determined for each source separately.
     fields = by or (source_fields(records) if first else ())
-    places = find_places(records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine)
-    return overflow_begins(places) if first else _table(places, targets, view=chosen)
+    record_counts = count_records(records, targets, by=fields, per_sample=per_sample, view=chosen, engine=engine)
+    return first_occurrences(record_counts) if first else _table(record_counts, targets, view=chosen)
 
 
-def _table(places: Places, targets: Sequence[Target], *, view: View) -> Table:
+def _table(record_counts: RecordCounts, targets: Sequence[Target], *, view: View) -> Table:
     """The table with a row for each place and format, and the verdict on all rows."""
-    heads, members = places.rows()
+    heads, members = record_counts.rows()
     answers = []
-    for target, counts in places.counted:
+    for target, counts in record_counts.counted:
         numbers = counts
         if members is not None:
             order = np.concatenate([np.zeros(0, dtype=np.int64), *members])
             starts = np.cumsum([0, *map(len, members)])[:-1].astype(np.int64)
-            numbers = together({name: column[order] for name, column in counts.items()}, starts)
-        answers.append([*heads.columns, *_limits(places, members, target), *_count_cells(numbers, targets, target)])
+            numbers = sum_groups({name: column[order] for name, column in counts.items()}, starts)
+        answers.append(
+            [*heads.columns, *_limits(record_counts, members, target), *_count_cells(numbers, targets, target)]
+        )
     table = Table(
         title=_title(targets, view=view),
-        columns=(*places.columns, *_limit_columns(targets), *_count_columns(targets)),
+        columns=(*record_counts.columns, *_limit_columns(targets), *_count_columns(targets)),
         rows=TableRows([alternate(cells) for cells in zip(*answers, strict=True)]),
-        notes=places.notes,
+        notes=record_counts.notes,
         worst_first=worst_first,
     )
     is_clean = not targets and set(table.column("severity")) == {LossSeverity.NONE.value}
@@ -168,16 +170,16 @@ def _verdict(table: Table) -> Iterator[str]:
         yield f"verdict: {counted or 'no row'}"
         return
     row = dict(zip((column.name for column in table.columns), table.rows[int(_badness(table)[0])], strict=True))
-    told = [
+    location = [
         f"{column.name} {row[column.name]}"
         for column in table.columns
         if column.is_key and not column.is_detail and len(set(map(str, table.column(column.name)))) > 1
     ]
-    lost = [f"{100 * row[name]:.3g} % {what}" for name, what in _SAID.items() if row.get(name)]
-    yield f"verdict: {counted}; worst: {' '.join([*told, ', '.join(lost)])}"
+    losses = [f"{100 * row[name]:.3g} % {what}" for name, what in _LOSS_NAMES.items() if row.get(name)]
+    yield f"verdict: {counted}; worst: {' '.join([*location, ', '.join(losses)])}"
 
 
-_SAID = {
+_LOSS_NAMES = {
     "overflow.nan.ratio": "NaN",
     "overflow.inf.ratio": "infinite",
     "overflow.ratio": "overflow",
@@ -221,14 +223,16 @@ def _limit_columns(targets: Sequence[Target]) -> tuple[Column, ...]:
     )
 
 
-def _limits(places: Places, members: Sequence[NDArray[np.int64]] | None, target: Target | None) -> list[Cells]:
+def _limits(
+    record_counts: RecordCounts, members: Sequence[NDArray[np.int64]] | None, target: Target | None
+) -> list[Cells]:
     """The name of the limits of each row, the largest value if it is the same for all records, and the scaling."""
-    num_rows = len(places.owners) if members is None else len(members)
+    num_rows = len(record_counts.owners) if members is None else len(members)
     if target is not None:
         nothing = np.zeros(num_rows, dtype=np.int64)
         return [Coded(nothing, [one]) for one in (target.name, target.element.maximum, target.scaling.value)]
-    names = sorted(set(places.dtypes))
-    codes = np.searchsorted(names, places.dtypes)[places.owners]
+    names = sorted(set(record_counts.dtypes))
+    codes = np.searchsorted(names, record_counts.dtypes)[record_counts.owners]
     largest = list(map(largest_value, names))
     if members is None:
         return [Coded(codes, names), Coded(codes, largest)]
@@ -318,7 +322,7 @@ def _title(targets: Sequence[Target], *, view: View) -> str:
     )
 
 
-PLACE_FIELDS = (
+LOCATION_FIELDS = (
     "iteration",
     "rank",
     "counter",
@@ -347,7 +351,7 @@ EVENTS = {
 threshold of the legacy tool's warning."""
 
 
-def overflow_begins(places: Places) -> Table:
+def first_occurrences(record_counts: RecordCounts) -> Table:
     """Where NaN, overflow and underflow start: a row for each of them and each target, and with `by`, each group.
 
     This is the first iteration, and in it the record with the lowest `counter`, which is the first in execution order,
@@ -355,39 +359,44 @@ def overflow_begins(places: Places) -> Table:
     overflow start with the first value, and underflow with more than 0.1 % of a record's elements. An event that never
     occurs has a row without a location.
     """
-    fields = {name: places.records.column(name)[places.owners] for name in {*PLACE_FIELDS, *_ORDER, "site"}}
-    turns = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
+    fields = {
+        name: record_counts.records.column(name)[record_counts.owners] for name in {*LOCATION_FIELDS, *_ORDER, "site"}
+    }
+    execution_order = np.argsort(np.lexsort([fields[name] for name in reversed(_ORDER)]))
     rows = []
-    groups = places.groups()
-    limits_of = [TableRows(_limits(places, [members for _, members in groups], target)) for target, _ in places.counted]
+    groups = record_counts.groups()
+    limits_of = [
+        TableRows(_limits(record_counts, [members for _, members in groups], target))
+        for target, _ in record_counts.counted
+    ]
     for number, (key, members) in enumerate(groups):
-        ordered = members[np.argsort(turns[members])]
-        start = places.head(key, members) if places.by else ()
-        for (target, counts), limits in zip(places.counted, limits_of, strict=True):
+        ordered = members[np.argsort(execution_order[members])]
+        group_cells = record_counts.head(key, members) if record_counts.by else ()
+        for (target, counts), limits in zip(record_counts.counted, limits_of, strict=True):
             for name, (kind, above) in EVENTS.items():
                 # Stored values cannot be flushed.
                 if target is None and name == "flushed":
                     continue
                 ratios = counts[kind] / np.maximum(counts["elements"], 1)
-                found = ordered[ratios[ordered] > above]
-                rows.append((*start, name, *limits[number], *_cells(places, fields, ratios, found)))
+                occurrences = ordered[ratios[ordered] > above]
+                rows.append((*group_cells, name, *limits[number], *_cells(record_counts, fields, ratios, occurrences)))
     return Table(
         title="first occurrence: by iteration, then execution order, then rank",
         columns=(
-            *(places.columns if places.by else ()),
+            *(record_counts.columns if record_counts.by else ()),
             Column(name="kind", kind=Kind.TEXT),
-            *_limit_columns(places.targets),
-            *_place_columns(places),
+            *_limit_columns(record_counts.targets),
+            *_location_columns(record_counts),
         ),
         rows=tuple(rows),
-        notes=(*places.notes, f"underflow and flushed occur above {MEDIUM_RATIO:.1%} of a record's elements"),
+        notes=(*record_counts.notes, f"underflow and flushed occur above {MEDIUM_RATIO:.1%} of a record's elements"),
     )
 
 
-def _place_columns(places: Places) -> tuple[Column, ...]:
+def _location_columns(record_counts: RecordCounts) -> tuple[Column, ...]:
     details = {"counter", "microbatch", "layer_stack", "phase", "file"}
-    file = ("file",) if are_files(places.records) else ()
-    sample = () if places.samples is None else (SAMPLE,)
+    file = ("file",) if are_files(record_counts.records) else ()
+    sample = () if record_counts.samples is None else (SAMPLE,)
     return (
         Column(name="affected", kind=Kind.INTEGER),
         *(
@@ -397,7 +406,7 @@ def _place_columns(places: Places) -> tuple[Column, ...]:
                 head=field,
                 is_detail=field in details,
             )
-            for field in (*PLACE_FIELDS, *file, *sample)
+            for field in (*LOCATION_FIELDS, *file, *sample)
         ),
         Column(name="first.ratio", kind=Kind.RATIO, head="ratio"),
         Column(name="first.num_ranks", kind=Kind.INTEGER, head="ranks"),
@@ -406,20 +415,23 @@ def _place_columns(places: Places) -> tuple[Column, ...]:
 
 
 def _cells(
-    places: Places, fields: Mapping[str, NDArray[Any]], ratios: NDArray[np.float64], found: NDArray[np.int64]
+    record_counts: RecordCounts,
+    fields: Mapping[str, NDArray[Any]],
+    ratios: NDArray[np.float64],
+    occurrences: NDArray[np.int64],
 ) -> tuple[Any, ...]:
-    """The number of affected records and the location of the first of `found`, which are in execution order."""
-    names = (*PLACE_FIELDS, *(("site",) if are_files(places.records) else ()))
-    if not found.size:
-        return (0, *(None,) * (len(names) + int(places.samples is not None) + 3))
-    first = int(found[0])
+    """The number of affected records and the location of the first of `occurrences`, which are in execution order."""
+    names = (*LOCATION_FIELDS, *(("site",) if are_files(record_counts.records) else ()))
+    if not occurrences.size:
+        return (0, *(None,) * (len(names) + int(record_counts.samples is not None) + 3))
+    first = int(occurrences[0])
     same = ["iteration", "attempt", "site"]
-    alike = np.all([fields[name][found] == fields[name][first] for name in same], axis=0)
-    ranks = np.unique(fields["rank"][found[alike]]).tolist()
+    is_same_site = np.all([fields[name][occurrences] == fields[name][first] for name in same], axis=0)
+    ranks = np.unique(fields["rank"][occurrences[is_same_site]]).tolist()
     return (
-        np.unique(places.owners[found]).size,
+        np.unique(record_counts.owners[occurrences]).size,
         *(json_value(fields[name][first]) for name in names),
-        *(() if places.samples is None else (str(places.samples[first]),)),
+        *(() if record_counts.samples is None else (str(record_counts.samples[first]),)),
         float(ratios[first]),
         len(ranks),
         ranks,
@@ -431,7 +443,7 @@ Counts = dict[str, "NDArray[np.float64]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
+class RecordCounts:
     """Records or their samples, with the counts of each."""
 
     records: Records
@@ -487,18 +499,18 @@ class Places:
         return [(dict(zip(self.by, key, strict=True)), rows) for key, rows in equal_rows(columns)]
 
 
-def together(counts: Counts, starts: NDArray[np.int64]) -> Counts:
+def sum_groups(counts: Counts, starts: NDArray[np.int64]) -> Counts:
     """The counts of groups of consecutive places; `starts` has the first place of each group."""
-    found = {}
+    summed = {}
     for name, column in counts.items():
         if name not in EXTREMES:
-            found[name] = np.add.reduceat(column, starts)
+            summed[name] = np.add.reduceat(column, starts)
         else:
-            found[name] = (np.fmin if name == "minimum" else np.fmax).reduceat(column, starts)
-    return found
+            summed[name] = (np.fmin if name == "minimum" else np.fmax).reduceat(column, starts)
+    return summed
 
 
-def find_places(
+def count_records(
     records: Records,
     targets: Sequence[Target],
     *,
@@ -506,7 +518,7 @@ def find_places(
     per_sample: bool = False,
     view: View,
     engine: Engine | None = None,
-) -> Places:
+) -> RecordCounts:
     """The counts of each record, or of each sample if `per_sample` is set or `by` contains `sample`.
 
     NaN counts only as NaN. Infinities count as infinite and as overflow. With scales of blocks, there are no counts by
@@ -522,36 +534,36 @@ def find_places(
     for field in by:
         if field != SAMPLE:
             records.column(field)  # raises an error for an unknown field before anything is read
-    chosen, notes = _countable(records, targets)
+    countable, notes = _countable(records, targets)
     sizes: list[int] | None = None
-    owners, samples = np.arange(len(chosen)), None
+    owners, samples = np.arange(len(countable)), None
     if per_sample or SAMPLE in by:
-        names = sample_names(chosen)
-        sizes = [len(found) for found in names]
+        names = sample_names(countable)
+        sizes = [len(sample_ids) for sample_ids in names]
         if not any(sizes):
             raise UsageError(
-                f"none of {len(chosen)} records has samples that can be distinguished: "
+                f"none of {len(countable)} records has samples that can be distinguished: "
                 f"leave out --per-sample and --by sample"
             )
-        owners, samples = np.repeat(owners, sizes), [name for found in names for name in found]
+        owners, samples = np.repeat(owners, sizes), [name for sample_ids in names for name in sample_ids]
         if num_without := sizes.count(0):
-            notes.append(f"{num_without} of {len(chosen)} records have no samples and are left out")
-    counted = chosen.take([place for place, size in enumerate(sizes) if size]) if sizes is not None else chosen
+            notes.append(f"{num_without} of {len(countable)} records have no samples and are left out")
+    counted = countable.take([place for place, size in enumerate(sizes) if size]) if sizes is not None else countable
     sizes = None if sizes is None else [size for size in sizes if size]
     if targets:
-        every = _counts(counted, targets, sizes, view=view, engine=engine or Engine())
+        by_target = _counts(counted, targets, sizes, view=view, engine=engine or Engine())
     else:
-        every = [_own_counts(counted, sizes, view=view, engine=engine)]
-    is_mask = additive_masks(chosen)[owners]
-    counts = [_without_masks(one, is_mask) for one in every]
+        by_target = [_dtype_counts(counted, sizes, view=view, engine=engine)]
+    is_mask = additive_masks(countable)[owners]
+    counts = [_without_masks(one, is_mask) for one in by_target]
     if num_masks := np.unique(owners[counts[0]["masked"] > 0]).size:
         notes.append(f"in {num_masks} records, -Inf belongs to an additive mask and does not count as overflow")
-    return Places(
-        records=chosen,
+    return RecordCounts(
+        records=countable,
         targets=tuple(targets),
         by=with_stacks(by, records),
         owners=owners,
-        dtypes=viewed_dtypes(chosen, view=view),
+        dtypes=viewed_dtypes(countable, view=view),
         samples=samples,
         counts=tuple(counts),
         notes=tuple(notes),
@@ -586,48 +598,50 @@ def _counts(
     engine: Engine,
 ) -> list[Counts]:
     """For each target, the counts of all records, or of their samples if `sizes` is given."""
-    _refuse(records, are_samples=sizes is not None)
+    _check_stored(records, are_samples=sizes is not None)
     if sizes is not None:
-        return [_measured(records, target, sizes, view=view, engine=engine) for target in targets]
+        return [_counts_of_values(records, target, sizes, view=view, engine=engine) for target in targets]
     plain = [target for target in targets if target.scaling is not Scaling.BLOCK]
-    found = dict(zip(plain, _of_digests(records, plain, view=view, engine=engine), strict=True)) if plain else {}
-    alike: dict[Any, list[Target]] = {}
+    by_target = (
+        dict(zip(plain, _counts_of_digests(records, plain, view=view, engine=engine), strict=True)) if plain else {}
+    )
+    by_blocks: dict[Any, list[Target]] = {}
     for target in targets:
         if target.scaling is Scaling.BLOCK:
-            alike.setdefault(target.job.block_key, []).append(target)
-    for together in alike.values():
-        found |= zip(together, _of_blocks(records, together, view=view, engine=engine), strict=True)
-    return [found[target] for target in targets]
+            by_blocks.setdefault(target.job.block_key, []).append(target)
+    for same_blocks in by_blocks.values():
+        by_target |= zip(same_blocks, _counts_of_blocks(records, same_blocks, view=view, engine=engine), strict=True)
+    return [by_target[target] for target in targets]
 
 
 def _empty(num: int) -> Counts:
     return {name: np.full(num, math.nan if name in EXTREMES else 0.0) for name in NAMES}
 
 
-def _of_digests(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
+def _counts_of_digests(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
     """The counts from digests. Values are read if a digest is not exact enough for the limits."""
-    found = {target: _empty(len(records)) for target in targets}
+    by_target = {target: _empty(len(records)) for target in targets}
     is_unknown = {target: np.zeros(len(records), dtype=np.bool_) for target in targets}
     start = 0
-    for known in digest_columns(records, view=view, engine=engine):
-        part = slice(start, start + len(known))
-        start += len(known)
-        for target, counts in found.items():
-            of_kinds = known.count(*target.limits_of(known.end("largest_finite")))
-            counts["elements"][part] = known.tally("num_elements")
+    for digests_part in digest_columns(records, view=view, engine=engine):
+        part = slice(start, start + len(digests_part))
+        start += len(digests_part)
+        for target, counts in by_target.items():
+            of_kinds = digests_part.count(*target.limits_of(digests_part.end("largest_finite")))
+            counts["elements"][part] = digests_part.tally("num_elements")
             for kind in SCANNED:
-                counts[kind][part] = of_kinds[kind] if kind in of_kinds else known.tally(kind)
-            counts["minimum"][part], counts["maximum"][part] = known.end("minimum"), known.end("maximum")
+                counts[kind][part] = of_kinds[kind] if kind in of_kinds else digests_part.tally(kind)
+            counts["minimum"][part], counts["maximum"][part] = digests_part.end("minimum"), digests_part.end("maximum")
             if not preserves_limits(target.limits()):
-                is_unknown[target][part] = ~known.is_exact
-    for target, counts in found.items():
+                is_unknown[target][part] = ~digests_part.is_exact
+    for target, counts in by_target.items():
         counts["total"] = counts["upper"] + counts["lower"]
         counts["absmax"] = np.maximum(np.abs(counts["minimum"]), np.abs(counts["maximum"]))
         _count_values(records, target, is_unknown[target], counts, view=view, engine=engine)
         yield counts
 
 
-def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
+def _counts_of_blocks(records: Records, targets: Sequence[Target], *, view: View, engine: Engine) -> Iterator[Counts]:
     """The counts from counts of blocks, or from the values if these are not sufficient."""
     job = targets[0].job
     mask, counted = np.zeros(len(records), dtype=np.bool_), records[:0]
@@ -654,17 +668,19 @@ def _of_blocks(records: Records, targets: Sequence[Target], *, view: View, engin
 
 
 def _count_values(
-    records: Records, target: Target, chosen: NDArray[np.bool_], counts: Counts, *, view: View, engine: Engine
+    records: Records, target: Target, is_chosen: NDArray[np.bool_], counts: Counts, *, view: View, engine: Engine
 ) -> None:
     """Count the values of the chosen records and add the results to `counts`."""
-    (places,) = np.nonzero(chosen)
-    if places.size:
-        found = _measured(records.take(places.tolist()), target, None, view=view, engine=engine)
-        for name, column in found.items():
-            counts[name][places] = column
+    (rows,) = np.nonzero(is_chosen)
+    if rows.size:
+        counted = _counts_of_values(records.take(rows.tolist()), target, None, view=view, engine=engine)
+        for name, column in counted.items():
+            counts[name][rows] = column
 
 
-def _measured(records: Records, target: Target, sizes: Sequence[int] | None, *, view: View, engine: Engine) -> Counts:
+def _counts_of_values(
+    records: Records, target: Target, sizes: Sequence[int] | None, *, view: View, engine: Engine
+) -> Counts:
     """The counts of each record or sample from a measure that reads the values."""
     measure = LimitsMeasure(target=target, view=view, per_sample=sizes is not None)
     rows = np.concatenate([np.zeros((0, len(NAMES))), *(one["rows"] for one in engine.columns(records, measure))])
@@ -686,33 +702,33 @@ def _catalogued_extremes(records: Records, *, view: View) -> Counts:
     return found
 
 
-def _own_counts(records: Records, sizes: Sequence[int] | None, *, view: View, engine: Engine | None) -> Counts:
+def _dtype_counts(records: Records, sizes: Sequence[int] | None, *, view: View, engine: Engine | None) -> Counts:
     """The counts for the limits of the dtype, from the catalogue unless the view rounds the values."""
-    mask, others = pick(
+    is_viewed, viewed = pick(
         records, lambda dtype, compute, _: viewed_dtype(dtype=dtype, compute_dtype=compute, view=view) != dtype
     )
-    _refuse(others, are_samples=sizes is not None)
+    _check_stored(viewed, are_samples=sizes is not None)
     if sizes is not None:
-        return _own_samples(records, sizes, mask, others, view=view, engine=engine)
+        return _dtype_sample_counts(records, sizes, is_viewed, viewed, view=view, engine=engine)
     names = {"elements": "numel", "total": "overflow.total"}
     names |= {kind: f"overflow.{kind}.count" for kind in TALLY_KINDS}
     names |= {name: f"overflow.{name}" for name in EXTREMES}
-    found = {name: records.column(column).astype(np.float64) for name, column in names.items()}
-    found |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
-    places, start = np.flatnonzero(mask), 0
-    for known in digest_columns(others, view=view, engine=engine) if len(others) else ():
-        part = places[start : start + len(known)]
-        start += len(known)
-        found["elements"][part] = known.tally("num_elements")
+    counts = {name: records.column(column).astype(np.float64) for name, column in names.items()}
+    counts |= {name: np.zeros(len(records)) for name in ("flushed", "spoiled")}
+    places, start = np.flatnonzero(is_viewed), 0
+    for digests_part in digest_columns(viewed, view=view, engine=engine) if len(viewed) else ():
+        part = places[start : start + len(digests_part)]
+        start += len(digests_part)
+        counts["elements"][part] = digests_part.tally("num_elements")
         for kind in TALLY_KINDS:
-            found[kind][part] = known.tally(kind)
-        found["total"][part] = found["upper"][part] + found["lower"][part]
-        found["minimum"][part], found["maximum"][part] = known.end("minimum"), known.end("maximum")
-        found["absmax"][part] = np.maximum(np.abs(known.end("minimum")), np.abs(known.end("maximum")))
-    return found
+            counts[kind][part] = digests_part.tally(kind)
+        counts["total"][part] = counts["upper"][part] + counts["lower"][part]
+        counts["minimum"][part], counts["maximum"][part] = digests_part.end("minimum"), digests_part.end("maximum")
+        counts["absmax"][part] = np.maximum(np.abs(digests_part.end("minimum")), np.abs(digests_part.end("maximum")))
+    return counts
 
 
-def _own_samples(
+def _dtype_sample_counts(
     records: Records,
     sizes: Sequence[int],
     mask: NDArray[np.bool_],
@@ -742,7 +758,7 @@ def _own_samples(
     return {**found, "flushed": zeros, "spoiled": zeros, **dict.fromkeys(EXTREMES, np.full(elements.size, math.nan))}
 
 
-def _refuse(records: Records, *, are_samples: bool) -> None:
+def _check_stored(records: Records, *, are_samples: bool) -> None:
     """Raise an error if a record has no stored values, or only a histogram if samples are counted."""
     (kept,) = np.nonzero(records.column("keep") == Keep.STATISTICS)
     if kept.size:

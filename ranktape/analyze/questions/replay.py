@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranktape.analyze.engine.engine import Engine
-from ranktape.analyze.identity import IDENTITY, ask_each, group_columns, group_row, key_column, with_stacks, words
+from ranktape.analyze.identity import (
+    IDENTITY,
+    answer_by_source,
+    group_columns,
+    group_row,
+    key_column,
+    with_stacks,
+    words,
+)
 from ranktape.analyze.numerics.attention import ATTENTION_PRODUCTS
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
@@ -62,13 +70,13 @@ PLAN_COLUMNS = (
 )
 """The columns of a layer in a plan, before those of its products."""
 
-_PLACES = ("iteration", "rank", "microbatch", "call", "module")
+_LOCATION_FIELDS = ("iteration", "rank", "microbatch", "call", "module")
 """The fields that locate the worst call, unless rows are grouped by them."""
 
-_FEW = 3
+_MAX_NAMED = 3
 """Maximum number of modules and reasons that a note names."""
 
-_UNLIKE = 6.0
+_MIN_MATCHING_SQNR = 6.0
 """SQNR, in dB, below which a recorded result cannot be the product of these operands with any rounding."""
 
 
@@ -122,21 +130,21 @@ def replay(
         UsageError: a recipe or a product is unknown, or options exclude each other.
     """
     if target_sqnr is not None or target_bits is not None or plan is not None:
-        given = {"by": by, "product": product, "attention": attention, "show": show != "products"}
-        _check_plan_options(target_sqnr, target_bits, given=given)
+        options = {"by": by, "product": product, "attention": attention, "show": show != "products"}
+        _check_plan_options(target_sqnr, target_bits, options=options)
         planned = precision_plan(
             records, recipe=recipe, target_sqnr=target_sqnr, target_bits=target_bits, engine=engine
         )
         return _written(planned, plan)
     expect_list(by)
-    asked = _ReplayQuestion(
+    question = _ReplayQuestion(
         recipes=parse_recipes(recipe),
         products=words(product),
         by=by,
         has_attention=attention,
         engine=engine or Engine(),
     )
-    return asked.answer(records, asked.left_out if show == "unreplayable" else asked.table)
+    return question.answer(records, question.left_out if show == "unreplayable" else question.table)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +161,7 @@ class _ReplayQuestion:
         """The table of one source, or of several sources together."""
         if len(records.sources) <= 1 and SOURCE not in self.by:
             return ask(records)
-        return ask_each(records, ask, title=f"products of the layers of {len(records.sources)} sources")
+        return answer_by_source(records, ask, title=f"products of the layers of {len(records.sources)} sources")
 
     def left_out(self, records: Records) -> Table:
         """The table of products that cannot be replayed."""
@@ -167,7 +175,7 @@ class _ReplayQuestion:
         if not replayed.places.size:
             raise NoRecordsError(_none_of(replayed.calls))
         groups = replayed.groups(fields)
-        places = [name for name in _PLACES if name not in fields and len(set(replayed.column(name))) > 1]
+        places = [name for name in _LOCATION_FIELDS if name not in fields and len(set(replayed.column(name))) > 1]
         kind = "" if self.has_attention else "linear "
         num_layers = len({call.field("module") or call.field("layer_idx") for call in calls.calls})
         return Table(
@@ -197,12 +205,12 @@ def _check_products(products: Sequence[str], *, has_attention: bool) -> None:
             raise UsageError(f"--product {name!r:.60} is not a product of {layers}: {nearest(name, known)}")
 
 
-def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, given: Mapping[str, Any]) -> None:
+def _check_plan_options(target_sqnr: str | None, target_bits: float | None, *, options: Mapping[str, Any]) -> None:
     if target_sqnr is None and target_bits is None:
         raise UsageError("--plan needs a target: give --target-sqnr, such as 18, or --target-bits, such as 6")
     if target_sqnr is not None and target_bits is not None:
         raise UsageError("--target-sqnr and --target-bits exclude each other: give one")
-    for name in (name for name, value in given.items() if value):
+    for name in (name for name, value in options.items() if value):
         target = "target-bits" if target_sqnr is None else "target-sqnr"
         raise UsageError(f"--{name} and --{target} exclude each other: a precision plan has one row for each layer")
 
@@ -244,11 +252,11 @@ def _plan_table(plan: PrecisionPlan) -> Table:
             f"{gap.product} of {printable(gap.module)} is {gap.below:.2g} dB below all other layers in {gap.recipe}"
         )
     margins = [one.margin(plan.target_sqnr) for one in plan.modules]
-    if num_near := sum(margin is not None and margin < _NEAR for margin in margins):
-        notes.append(f"{num_near} of {len(plan.modules)} layers exceed the target by less than {_NEAR:g} dB")
+    if num_near := sum(margin is not None and margin < _SMALL_MARGIN for margin in margins):
+        notes.append(f"{num_near} of {len(plan.modules)} layers exceed the target by less than {_SMALL_MARGIN:g} dB")
     if plan.bits_by_target:
-        told = [f"{plan.bits_by_target[target]:.3g} at {target}" for target in _TOLD_TARGETS]
-        notes.append(f"bits per element by target in dB: {', '.join(told)}")
+        bits = [f"{plan.bits_by_target[target]:.3g} at {target}" for target in _SHOWN_TARGETS]
+        notes.append(f"bits per element by target in dB: {', '.join(bits)}")
     notes += [f"multiply-adds: {', '.join(shares)}"] if shares else []
     if shares:
         notes.append(
@@ -277,13 +285,13 @@ def _plan_table(plan: PrecisionPlan) -> Table:
     )
 
 
-_TOLD_TARGETS = range(10, 31, 4)
+_SHOWN_TARGETS = range(10, 31, 4)
 """The targets, in dB, for which a note gives the bits per element."""
 
-_NEAR = 1.0
+_SMALL_MARGIN = 1.0
 """A layer less than this above its target, in dB, is counted as one that barely reaches it."""
 
-_TWICE_THE_NOISE = 3.0
+_MARKED_MARGIN = 3.0
 """A call at least this far below its target, in dB, is marked: it has twice the noise that the target allows. Calls
 vary, so that about half are below the mean even if the mean reaches the target."""
 
@@ -300,15 +308,15 @@ def _headline(plan: PrecisionPlan, *, usual: str, exceptions: Sequence[PlannedMo
     count = f"{len(plan.modules) - len(exceptions)} of {len(plan.modules)} layers get {usual}"
     if not exceptions:
         return count
-    named = [f"{printable(one.module)} ({one.recipe.name})" for one in exceptions[:_FEW]]
-    more = f" and {len(exceptions) - _FEW} more" if len(exceptions) > _FEW else ""
+    named = [f"{printable(one.module)} ({one.recipe.name})" for one in exceptions[:_MAX_NAMED]]
+    more = f" and {len(exceptions) - _MAX_NAMED} more" if len(exceptions) > _MAX_NAMED else ""
     return f"{count}; exceptions: {', '.join(named)}{more}"
 
 
 def _mark(one: PlannedModule, target_sqnr: Mapping[str, float]) -> str | None:
     """A warning for a layer whose worst call has at least twice the noise that the target allows; None otherwise."""
     worst = one.worst_margin(target_sqnr)
-    return f"worst call {-worst:.2g} dB below target" if worst is not None and worst <= -_TWICE_THE_NOISE else None
+    return f"worst call {-worst:.2g} dB below target" if worst is not None and worst <= -_MARKED_MARGIN else None
 
 
 def _fields(records: Records, by: Sequence[str]) -> tuple[str, ...]:
@@ -397,17 +405,17 @@ def _notes(replayed: Replayed, recipes: Sequence[Recipe], *, has_bias: bool) -> 
     assembled = sum(call.is_assembled for call in calls.calls)
     if assembled:
         yield f"{assembled} calls are assembled from the records of all ranks of a mesh"
-    yield from _unlike_notes(replayed)
+    yield from _mismatch_notes(replayed)
 
 
-def _unlike_notes(replayed: Replayed) -> Iterator[str]:
+def _mismatch_notes(replayed: Replayed) -> Iterator[str]:
     """A note about recorded results that are not products of the recorded operands."""
-    is_unlike = (replayed.names == RECORDED) & (replayed.badness > 10 ** (-_UNLIKE / 10))
-    if is_unlike.any():
-        unlike = Counter(replayed.calls.calls[place].field("module") for place in replayed.places[is_unlike])
+    is_mismatch = (replayed.names == RECORDED) & (replayed.badness > 10 ** (-_MIN_MATCHING_SQNR / 10))
+    if is_mismatch.any():
+        modules = Counter(replayed.calls.calls[place].field("module") for place in replayed.places[is_mismatch])
         yield (
-            f"{unlike.total()} recorded results are not the products of the recorded operands (SQNR below {_UNLIKE:g} "
-            f"dB), so the layer multiplied other values: {_counted(unlike)}"
+            f"{modules.total()} recorded results are not the products of the recorded operands (SQNR below "
+            f"{_MIN_MATCHING_SQNR:g} dB), so the layer multiplied other values: {_counted(modules)}"
         )
 
 
@@ -416,7 +424,7 @@ def _reasons(calls: RecordedCalls) -> Counter[str]:
 
 
 def _counted(counts: Counter[str]) -> str:
-    named = [printable(f"{name} ({count})") for name, count in counts.most_common(_FEW)]
+    named = [printable(f"{name} ({count})") for name, count in counts.most_common(_MAX_NAMED)]
     rest = len(counts) - len(named)
     return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
 

@@ -74,25 +74,25 @@ def stats(
         UsageError: there is no such metric, or arguments exclude each other.
     """
     expect_list(by)
-    look, names = view or View.COMPUTE, words(metric)
+    chosen_view, names = view or View.COMPUTE, words(metric)
     has_samples = per_sample or SAMPLE in by
     if neighbours and has_samples:
         raise UsageError("--neighbours and --per-sample exclude each other: samples are not compared between layers")
     if neighbours and names:
         raise UsageError("--neighbours has its own metrics: leave out --metric")
     if neighbours:
-        return _beside_next(records, by=by, view=look, engine=engine)
+        return _beside_next(records, by=by, view=chosen_view, engine=engine)
     if has_samples:
-        return _sample_table(records, by=by, metrics=names, view=look, engine=engine)
+        return _sample_table(records, by=by, metrics=names, view=chosen_view, engine=engine)
     chosen = [parse_metric(name) for name in names] or list(METRICS.values())
     groups = row_groups(records, by=by)
     of_state = NUMBERS["has_percentiles"], NUMBERS["is_exact"]
-    known = group_metrics(records, groups, [*chosen, *of_state], view=look, engine=engine)
-    has_percentiles, is_exact = (known.column(one.name) > 0 for one in of_state)
+    numbers = group_metrics(records, groups, [*chosen, *of_state], view=chosen_view, engine=engine)
+    has_percentiles, is_exact = (numbers.column(one.name) > 0 for one in of_state)
     precision = Coded(np.where(has_percentiles, np.where(is_exact, 0, 1), 2), [_EXACT, _NEAR, _UNKNOWN])
-    cells = [number_cells(known.column(one.name), kind=one.kind) for one in chosen]
+    cells = [number_cells(numbers.column(one.name), kind=one.kind) for one in chosen]
     return Table(
-        title=f"statistics of the values, {how_seen(look)}",
+        title=f"statistics of the values, {view_text(chosen_view)}",
         columns=(*groups.columns, *metric_columns(chosen, are_named=bool(names)), PRECISION),
         rows=TableRows([*groups.heads.columns, *cells, precision]),
         notes=_notes(precision.codes) if any(is_percentile(one.name) for one in chosen) else (),
@@ -104,59 +104,59 @@ _EXACT, _NEAR, _UNKNOWN = "exact", "within 2^-8", "unknown"
 
 def _notes(precision: NDArray[np.int64]) -> tuple[str, ...]:
     """Notes about rows whose percentiles are approximate (code 1) or missing (code 2)."""
-    said = {
+    texts = {
         1: "have many values wider than 16 bits: their percentiles are within 2^-8 of the exact ones, "
         "and their ranks within 2^-10",
         2: "have no percentiles: they are complex, or store only statistics",
     }
     counts = np.bincount(precision, minlength=3).tolist()
-    return tuple(f"{counts[code]} of {len(precision)} rows {text}" for code, text in said.items() if counts[code])
+    return tuple(f"{counts[code]} of {len(precision)} rows {text}" for code, text in texts.items() if counts[code])
 
 
-def how_seen(view: View) -> str:
+def view_text(view: View) -> str:
     """The text about a view in a title."""
     return "as captured" if view is View.SEEN else "rounded to the compute dtype"
 
 
-def samples_together(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Floats]:
+def combine_samples(samples: Floats, starts: NDArray[np.int64]) -> dict[str, Floats]:
     """The metrics of groups of samples, by the names of `METRICS`; NaN if undefined.
 
     `samples` has a row of `SAMPLE_METRICS` for each sample, and `starts` has the first row of each group.
     """
-    known = dict(zip(SAMPLE_METRICS, samples.T, strict=True))
-    counts = {name: np.add.reduceat(known[name], starts) for name in ("num_elements", "num_finite", *TALLY_KINDS)}
-    largest = np.fmax.reduceat(known["absmax"], starts)
+    columns = dict(zip(SAMPLE_METRICS, samples.T, strict=True))
+    counts = {name: np.add.reduceat(columns[name], starts) for name in ("num_elements", "num_finite", *TALLY_KINDS)}
+    largest = np.fmax.reduceat(columns["absmax"], starts)
     sizes = np.diff([*starts, len(samples)])
     # Numbers are divided by a power of two before they are squared, so that no square is infinite.
     exponents = exponents_of(largest)
     steps = -np.repeat(exponents, sizes)
-    mean, std, norm = (np.ldexp(known[name], steps) for name in ("mean", "std", "norm"))
-    own, all_finite = known["num_finite"], counts["num_finite"]
+    mean, std, norm = (np.ldexp(columns[name], steps) for name in ("mean", "std", "norm"))
+    num_finite, all_finite = columns["num_finite"], counts["num_finite"]
     root = np.sqrt(np.where(all_finite > 0, all_finite, math.nan))
-    middle = np.add.reduceat(np.where(own > 0, own * mean, 0.0), starts) / root**2
+    means = np.add.reduceat(np.where(num_finite > 0, num_finite * mean, 0.0), starts) / root**2
     # The variance of all values from those of samples: Chan, Golub, LeVeque 1979.
-    apart = np.where(own > 0, own * (std**2 + (mean - np.repeat(middle, sizes)) ** 2), 0.0)
-    spread, total = (np.sqrt(np.add.reduceat(squares, starts)) for squares in (apart, norm**2))
+    weighted_squares = np.where(num_finite > 0, num_finite * (std**2 + (mean - np.repeat(means, sizes)) ** 2), 0.0)
+    spread, total = (np.sqrt(np.add.reduceat(squares, starts)) for squares in (weighted_squares, norm**2))
     is_alone = sizes == 1
     firsts = np.asarray(starts)[is_alone]
-    middle[is_alone], spread[is_alone], total[is_alone] = mean[firsts], (std * np.sqrt(own))[firsts], norm[firsts]
+    means[is_alone], spread[is_alone], total[is_alone] = mean[firsts], (std * np.sqrt(num_finite))[firsts], norm[firsts]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        found = {name: np.ldexp(one, exponents) for name, one in (("mean", middle), ("norm", total))}
-        found |= {name: np.ldexp(one / root, exponents) for name, one in (("std", spread), ("rms", total))}
-        found["variance"] = found["std"] ** 2
-        found["minimum"] = np.fmin.reduceat(known["minimum"], starts)
-        found |= {"maximum": np.fmax.reduceat(known["maximum"], starts), "absmax": largest}
-        found["crest_factor"] = np.where(found["rms"] > 0, largest / found["rms"], math.nan)
-    found = {name: np.where(np.isfinite(values), values, math.nan) for name, values in found.items()}
-    found |= {"elements": counts["num_elements"], "finite": all_finite}
+        metrics = {name: np.ldexp(one, exponents) for name, one in (("mean", means), ("norm", total))}
+        metrics |= {name: np.ldexp(one / root, exponents) for name, one in (("std", spread), ("rms", total))}
+        metrics["variance"] = metrics["std"] ** 2
+        metrics["minimum"] = np.fmin.reduceat(columns["minimum"], starts)
+        metrics |= {"maximum": np.fmax.reduceat(columns["maximum"], starts), "absmax": largest}
+        metrics["crest_factor"] = np.where(metrics["rms"] > 0, largest / metrics["rms"], math.nan)
+    metrics = {name: np.where(np.isfinite(values), values, math.nan) for name, values in metrics.items()}
+    metrics |= {"elements": counts["num_elements"], "finite": all_finite}
     for kind, count in {**counts, "total": counts["upper"] + counts["lower"]}.items():
         if kind not in {"num_elements", "num_finite"}:
-            found |= zip(count_names(kind), (count, count / np.maximum(1, counts["num_elements"])), strict=True)
-    return found
+            metrics |= zip(count_names(kind), (count, count / np.maximum(1, counts["num_elements"])), strict=True)
+    return metrics
 
 
 SAMPLE_NAMES = tuple(
-    name for name in METRICS if name in samples_together(np.zeros((1, len(SAMPLE_METRICS))), np.zeros(1, dtype=int))
+    name for name in METRICS if name in combine_samples(np.zeros((1, len(SAMPLE_METRICS))), np.zeros(1, dtype=int))
 )
 """The metrics that are available for samples, in the order of `METRICS`."""
 
@@ -210,7 +210,7 @@ def _sample_table(
         index = Column(name="sample_index", kind=Kind.INTEGER, is_key=True, is_detail=True)
         columns = [*identity_columns(records), SAMPLE_COLUMN, index]
         heads = [take_cells(one, owners) for one in identity_cells(records)] + [list(map(str, names)), places]
-    found = samples_together(samples, starts)
+    found = combine_samples(samples, starts)
     num_without = len(records) - np.unique(owners).size
     has_ids = any(text != "null" for text in records.column("sample_ids").tolist())
     return Table(
@@ -239,12 +239,12 @@ _SITE = (
 """The fields that identify a site across layers, besides the module's path without the layer's number."""
 
 
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
 
 
-def _shift(here: Statistics, there: Statistics) -> float | None:
-    return None if here.mean is None or there.mean is None else _ratio(there.mean - here.mean, here.std)
+def _shift(layer: Statistics, next_layer: Statistics) -> float | None:
+    return None if layer.mean is None or next_layer.mean is None else _ratio(next_layer.mean - layer.mean, layer.std)
 
 
 _BESIDE: tuple[tuple[str, str, bool, Callable[[Statistics, Statistics], float | None]], ...] = (
@@ -325,18 +325,18 @@ def _pairs(sites: Any, layers: Sequence[int], ranks: Sequence[int]) -> dict[int,
     pairs: dict[int, int] = {}
     for stack in stacks.values():
         for layer, following in itertools.pairwise(sorted(stack)):
-            here, there = stack[layer], stack[following]
-            if here.keys() & there.keys():
-                pairs |= {place: there[rank] for rank, place in here.items() if rank in there}
+            layer_places, next_places = stack[layer], stack[following]
+            if layer_places.keys() & next_places.keys():
+                pairs |= {place: next_places[rank] for rank, place in layer_places.items() if rank in next_places}
             else:
-                ours, theirs = ([places[rank] for rank in sorted(places)] for places in (here, there))
+                ours, theirs = ([places[rank] for rank in sorted(places)] for places in (layer_places, next_places))
                 pairs |= zip(ours, theirs, strict=False)
     return pairs
 
 
-def _compare(here: Digest, there: Digest) -> Iterator[float | None]:
+def _compare(digest: Digest, next_digest: Digest) -> Iterator[float | None]:
     for _, _, _, metric in _BESIDE:
-        yield metric(here.statistics, there.statistics)
-    apart = distance(here, there)
+        yield metric(digest.statistics, next_digest.statistics)
+    distances = distance(digest, next_digest)
     for column in _DISTANCES:
-        yield getattr(apart, column.name.removeprefix("distance."))
+        yield getattr(distances, column.name.removeprefix("distance."))

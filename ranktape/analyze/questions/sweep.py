@@ -42,7 +42,7 @@ from ranktape.analyze.questions.advice import (
     common_grid,
     common_scale,
     direction_of,
-    keeps_nothing,
+    loses_everything,
 )
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import RanktapeError, UsageError
@@ -51,7 +51,7 @@ from ranktape.storage.format.record_info import Keep
 from ranktape.storage.query.columns import equal_rows
 from ranktape.storage.records.records import Records
 
-KEPT_VERSION = f"5-{DIGEST_VERSION}-{BLOCKS_VERSION}"
+CACHE_VERSION = f"5-{DIGEST_VERSION}-{BLOCKS_VERSION}"
 """Versions of the cached sweeps, and of the counts that they are computed from."""
 
 COUNTED = ("num_elements", "nan", "inf", "spoiled", "zero")
@@ -113,7 +113,7 @@ CHOICE_COLUMNS = (
 NOTE_COLUMN = Column(name="note", kind=Kind.TEXT)
 
 
-class SweptCells(NamedTuple):
+class SweepCells(NamedTuple):
     """The values in a table for one record in one format."""
 
     scheme: Scheme
@@ -130,15 +130,15 @@ class SweptCells(NamedTuple):
     """Unusual properties of the tensor, and whether even the recommended level is useless."""
 
 
-def cells_of(found: ScaleSweep) -> SweptCells:
+def sweep_cells(found: ScaleSweep) -> SweepCells:
     """The cells of one sweep."""
     chosen, bests = found.recommended, [best_by(found, name) for name in BEST_BY]
     fields = dataclasses.fields(Level if chosen is None else chosen)
     notes = [found.note] if found.note else []
-    if chosen is not None and keeps_nothing(found.levels):
+    if chosen is not None and loses_everything(found.levels):
         direction = direction_of(found.levels, chosen, is_tapered=bool(found.target.taper))
         notes.append(f"all levels lose nearly everything: try {direction} scales")
-    return SweptCells(
+    return SweepCells(
         scheme=found.scheme,
         mode=found.mode,
         counts=tuple(getattr(found, name) for name in COUNTED),
@@ -150,11 +150,11 @@ def cells_of(found: ScaleSweep) -> SweptCells:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweptTensor:
     """One record or sample, with a sweep for each format, in order."""
 
     sweeps: tuple[ScaleSweep, ...] = ()
-    cells: tuple[SweptCells, ...]
+    cells: tuple[SweepCells, ...]
     """The values for a table. If these are from the cache, there are no `sweeps`."""
     source: str = ""
     """The run, folder or file of the tensor, as it was given."""
@@ -192,7 +192,7 @@ def parse_jobs(formats: str | Sequence[str], *, options: SweepOptions | None = N
     return tuple(found.values())
 
 
-def with_samples(records: Records) -> tuple[Records, str]:
+def records_with_samples(records: Records) -> tuple[Records, str]:
     """The records whose samples can be distinguished, and a note about the others.
 
     Raises:
@@ -209,7 +209,7 @@ def with_samples(records: Records) -> tuple[Records, str]:
     return chosen, f"{left_out} of {len(records)} records have no samples and are left out" if left_out else ""
 
 
-def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
+def answerable_jobs(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence[Job], str]:
     """The jobs that stored histograms can answer, and a note about the formats that were left out.
 
     `keeps` are the kinds of stored data of the records. If no record is stored as a histogram, or if no job can be
@@ -230,8 +230,8 @@ def answerable(jobs: Sequence[Job], *, keeps: Collection[str]) -> tuple[Sequence
     )
 
 
-def can_be_kept(jobs: Sequence[Job], *, by: Sequence[str], with_levels: bool) -> bool:
-    """Whether the table needs only `SweptCells`. Levels of the legacy mode have more fields."""
+def is_cacheable(jobs: Sequence[Job], *, by: Sequence[str], with_levels: bool) -> bool:
+    """Whether the table needs only `SweepCells`. Levels of the legacy mode have more fields."""
     return not by and not with_levels and all(job.mode is not SweepMode.LEGACY for job in jobs)
 
 
@@ -244,7 +244,7 @@ def sweep_selection(
     source: str = "",
     by: Sequence[str] = (),
     is_kept: bool = False,
-) -> Iterator[list[Swept] | RanktapeError]:
+) -> Iterator[list[SweptTensor] | RanktapeError]:
     """The sweeps of each record in order, or the error of each record that fails.
 
     With `is_kept`, only the cells are returned, which are cached. If `by` contains `sample`, each sample of a record is
@@ -252,12 +252,12 @@ def sweep_selection(
     """
     identities = identity_rows(records)
     if is_kept:
-        kept = _kept_cells(records, jobs, view=view, engine=engine)
+        kept = _cached_cells(records, jobs, view=view, engine=engine)
         for row, (identity, one) in enumerate(zip(identities, kept, strict=True)):
             if isinstance(one, RanktapeError):
                 yield one
             else:
-                yield [Swept(cells=one, source=source, identity=identity, records=records, index=row)]
+                yield [SweptTensor(cells=one, source=source, identity=identity, records=records, index=row)]
         return
     names = sample_names(records) if SAMPLE in by else []
     columns = {field: records.column(field).tolist() for field in by if field != SAMPLE}
@@ -270,9 +270,9 @@ def sweep_selection(
             yield found
             continue
         yield [
-            Swept(
+            SweptTensor(
                 sweeps=sweeps,
-                cells=tuple(map(cells_of, sweeps)),
+                cells=tuple(map(sweep_cells, sweeps)),
                 source=source,
                 identity=identity,
                 key={field: names[row][sample or 0] if field == SAMPLE else columns[field][row] for field in by},
@@ -284,9 +284,9 @@ def sweep_selection(
         ]
 
 
-def _kept_cells(
+def _cached_cells(
     records: Records, jobs: Sequence[Job], *, view: View, engine: Engine
-) -> Iterator[tuple[SweptCells, ...] | RanktapeError]:
+) -> Iterator[tuple[SweepCells, ...] | RanktapeError]:
     """The cells of each record, one for each job, from the cache if possible."""
     # The cached rows do not depend on the order in which formats are given.
     ordered = sorted(set(jobs), key=repr)
@@ -294,22 +294,22 @@ def _kept_cells(
 
     def compute(some: Records) -> Iterator[Any]:
         for found in sweep_records(some, [{None: ordered}] * len(some), view=view, engine=engine):
-            yield found if isinstance(found, RanktapeError) else [cells_of(one)[2:] for one in found[None]]
+            yield found if isinstance(found, RanktapeError) else [sweep_cells(one)[2:] for one in found[None]]
 
-    for value in cached_record_values(records, compute, name=f"sweep_{asked}_{view}_v{KEPT_VERSION}", engine=engine):
+    for value in cached_record_values(records, compute, name=f"sweep_{asked}_{view}_v{CACHE_VERSION}", engine=engine):
         if isinstance(value, RanktapeError):
             yield value
             continue
         of_jobs = ((job, value[ordered.index(job)]) for job in jobs)
         yield tuple(
-            SweptCells(job.scheme, job.mode, tuple(counts), tuple(bests), tuple(recommended), best, note)
+            SweepCells(job.scheme, job.mode, tuple(counts), tuple(bests), tuple(recommended), best, note)
             for job, (counts, bests, recommended, best, note) in of_jobs
         )
 
 
-def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
+def records_table(swept: Sequence[SweptTensor], *, target_sqnr: float) -> Table:
     """The table with one row for each record and format: its recommended level, and the best of several formats."""
-    start_columns, start = _starts(swept)
+    start_columns, start = _row_keys(swept)
     level_columns, has_formats = _level_columns(swept), len(swept[0].cells) > 1
     rows = []
     for record in swept:
@@ -332,9 +332,9 @@ def records_table(swept: Sequence[Swept], *, target_sqnr: float) -> Table:
     )
 
 
-def levels_table(swept: Sequence[Swept]) -> Table:
+def levels_table(swept: Sequence[SweptTensor]) -> Table:
     """The table with one row for each record, format and level."""
-    start_columns, start = _starts(swept)
+    start_columns, start = _row_keys(swept)
     level_columns = _level_columns(swept)
     rows = []
     for record in swept:
@@ -358,22 +358,24 @@ def levels_table(swept: Sequence[Swept]) -> Table:
     )
 
 
-def _formats(swept: Sequence[Swept]) -> str:
+def _formats(swept: Sequence[SweptTensor]) -> str:
     return ", ".join(one.scheme.name for one in swept[0].cells)
 
 
-def _level_columns(swept: Sequence[Swept]) -> tuple[Column, ...]:
+def _level_columns(swept: Sequence[SweptTensor]) -> tuple[Column, ...]:
     return (*LEVEL_COLUMNS, *(LEGACY_COLUMNS if swept[0].cells[0].mode is SweepMode.LEGACY else ()))
 
 
-def _starts(swept: Sequence[Swept]) -> tuple[tuple[Column, ...], Callable[[Swept, SweptCells], tuple[Any, ...]]]:
+def _row_keys(
+    swept: Sequence[SweptTensor],
+) -> tuple[tuple[Column, ...], Callable[[SweptTensor, SweepCells], tuple[Any, ...]]]:
     """The columns that identify the record and format of a row, and a function for their cells."""
     sources = (SOURCE_COLUMN,) if len({record.source for record in swept}) > 1 else ()
     selections = [record.records for record in swept if record.records is not None]
     of_files = next(filter(are_files, selections), None) or next(iter(selections), None)
     identity = () if of_files is None else identity_columns(of_files)
 
-    def start(record: Swept, one: SweptCells) -> tuple[Any, ...]:
+    def start(record: SweptTensor, one: SweepCells) -> tuple[Any, ...]:
         source = (record.source,) if sources else ()
         # A run beside files has no file names.
         nothing = (None,) * (len(identity) - len(record.identity))
@@ -412,7 +414,9 @@ COMMON_COLUMNS = (
 """The columns of the best common scale or offset of a group, and the loss of SQNR due to sharing it."""
 
 
-def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target_sqnr: float, engine: Engine) -> Table:
+def group_table(
+    swept: Sequence[SweptTensor], *, by: Sequence[str], view: View, target_sqnr: float, engine: Engine
+) -> Table:
     """The table with one row for each group and format: recommended levels, best common level, and best format."""
     columns = list(zip(*(one.key.values() for one in swept), strict=True))
     groups = [[swept[row] for row in rows.tolist()] for _, rows in equal_rows(columns)]
@@ -448,13 +452,13 @@ def group_table(swept: Sequence[Swept], *, by: Sequence[str], view: View, target
 
 
 def _at_common_scales(
-    groups: Sequence[Sequence[Swept]], *, view: View, engine: Engine
+    groups: Sequence[Sequence[SweptTensor]], *, view: View, engine: Engine
 ) -> dict[tuple[int, int], ScaleSweep]:
     """The sweeps at the common scales of each group, by the `id` of a member and the index of a format.
 
     Members that were swept at these scales already are left out.
     """
-    batches: dict[int, list[tuple[Swept, dict[int, Job]]]] = {}
+    batches: dict[int, list[tuple[SweptTensor, dict[int, Job]]]] = {}
     for members in groups:
         jobs = {}
         for index, sweeps in enumerate(zip(*(member.sweeps for member in members), strict=True)):
@@ -488,7 +492,7 @@ def _choice_cells(choice: FormatChoice | None) -> tuple[Any, ...]:
     )
 
 
-def _notes(swept: Sequence[Swept]) -> Iterator[str]:
+def _notes(swept: Sequence[SweptTensor]) -> Iterator[str]:
     """Notes about the scales in each format, and about tensors with special values."""
     cells = [record.cells for record in swept]
     for index, first in enumerate(cells[0]):
@@ -544,20 +548,20 @@ def sweep(
         if by:
             raise UsageError(f"by={list(by)} is only for records, not for an array: leave it out")
         sweeps = sweep_numbers(numbers_of(records), asked)
-        alone = [Swept(sweeps=sweeps, cells=tuple(map(cells_of, sweeps)))]
+        alone = [SweptTensor(sweeps=sweeps, cells=tuple(map(sweep_cells, sweeps)))]
         return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
     chosen, notes = sweepable(records), [""]
     if not len(chosen):
         raise UsageError("no record has floating-point numbers: integers and bool are not swept")
     if SAMPLE in by:
-        chosen, notes[0] = with_samples(chosen)
-    jobs, left_out = answerable(asked, keeps=set(chosen.column("keep").tolist()))
+        chosen, notes[0] = records_with_samples(chosen)
+    jobs, left_out = answerable_jobs(asked, keeps=set(chosen.column("keep").tolist()))
     fields, used = with_stacks(by, chosen), engine or Engine()
-    is_kept = can_be_kept(jobs, by=by, with_levels=with_levels)
-    found: list[Swept] = []
+    is_kept = is_cacheable(jobs, by=by, with_levels=with_levels)
+    found: list[SweptTensor] = []
     for swept in sweep_selection(chosen, jobs, view=view, by=fields, is_kept=is_kept, engine=used):
         found += raise_if_error(swept)
-    table = table_of(found, view=view, by=fields, with_levels=with_levels, target_sqnr=target_sqnr, engine=used)
+    table = sweep_table(found, view=view, by=fields, with_levels=with_levels, target_sqnr=target_sqnr, engine=used)
     return dataclasses.replace(table, notes=(*table.notes, *filter(None, (*notes, left_out))))
 
 
@@ -573,8 +577,14 @@ def check_shape(*, by: Sequence[str], with_levels: bool, target_sqnr: float) -> 
         raise UsageError("--target-sqnr nan is not allowed: give a number of dB")
 
 
-def table_of(
-    swept: Sequence[Swept], *, view: View, by: Sequence[str], with_levels: bool, target_sqnr: float, engine: Engine
+def sweep_table(
+    swept: Sequence[SweptTensor],
+    *,
+    view: View,
+    by: Sequence[str],
+    with_levels: bool,
+    target_sqnr: float,
+    engine: Engine,
 ) -> Table:
     """The table of the sweeps of at least one record, with a row for each record, group or level, and format."""
     if by:

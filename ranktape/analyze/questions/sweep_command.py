@@ -26,15 +26,15 @@ from ranktape.analyze.identity import sample_names, with_stacks
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.options import Output, Selection, say_what_is_left_out
 from ranktape.analyze.questions.sweep import (
-    KEPT_VERSION,
-    Swept,
-    answerable,
-    can_be_kept,
+    CACHE_VERSION,
+    SweptTensor,
+    answerable_jobs,
     check_shape,
+    is_cacheable,
     parse_jobs,
+    records_with_samples,
     sweep_selection,
-    table_of,
-    with_samples,
+    sweep_table,
 )
 from ranktape.analyze.sources import Sources, short_names
 from ranktape.analyze.table import Column, Kind, Table
@@ -128,13 +128,13 @@ def sweep(
         outputs = OutputOptions(output_dir=output_dir or DEFAULT_OUTPUT_DIR, with_plots=not no_plots)
     tensors = _listed(selections, by=by)
     selected = list({id(one.records): one.records for one in tensors if one.records is not None}.values())
-    jobs, left_out = answerable(jobs, keeps={keep for one in selected for keep in one.column("keep").tolist()})
+    jobs, left_out = answerable_jobs(jobs, keeps={keep for one in selected for keep in one.column("keep").tolist()})
     if left_out:
         say(left_out, err=True)
     fields, look = with_stacks(by, *selected), view or View.COMPUTE
     # With a table, stdout is for the answer and the log goes to stderr.
     failures = _Failures(len(tensors), show=functools.partial(say, err=has_table))
-    is_kept = outputs is None and can_be_kept(jobs, by=by, with_levels=levels)
+    is_kept = outputs is None and is_cacheable(jobs, by=by, with_levels=levels)
     # If files are written, a log shows the progress.
     used = engine if outputs is None else dataclasses.replace(engine, show_progress=False)
     ask = functools.partial(sweep_selection, jobs=jobs, view=look, by=fields, is_kept=is_kept, engine=used)
@@ -177,14 +177,14 @@ def _kept_or_made(
         columns = [dataclasses.asdict(column) for column in table.columns]
         return {"title": table.title, "columns": columns, "rows": list(table.rows), "notes": table.notes}
 
-    known = cached_joint_value(selected, about, make_value, name=f"sweep_groups_v{KEPT_VERSION}")
+    known = cached_joint_value(selected, about, make_value, name=f"sweep_groups_v{CACHE_VERSION}")
     if made:
         return made[0]
     columns = tuple(Column(**{**one, "kind": Kind(one["kind"])}) for one in known["columns"])
     return Table(title=known["title"], columns=columns, rows=known["rows"], notes=tuple(known["notes"]))
 
 
-_Asked = Callable[..., Iterator[list[Swept] | RanktapeError]]
+_Asked = Callable[..., Iterator[list[SweptTensor] | RanktapeError]]
 
 
 def _table(
@@ -201,19 +201,19 @@ def _table(
     found = _swept(tensors, ask)
     if outputs is not None:
         found = _with_files(tensors, ask, jobs, view=shape["view"], outputs=outputs, show=failures.show)
-    swept: list[Swept] = []
+    swept: list[SweptTensor] = []
     for tensor, one in zip(tensors, found, strict=True):
         if isinstance(one, RanktapeError):
             failures.add(tensor, one, is_shown=outputs is not None)
         else:
             swept += one
-    table = table_of(swept, **shape) if has_table and swept else None
+    table = sweep_table(swept, **shape) if has_table and swept else None
     if outputs is not None:
         failures.show_summary(num_swept=len(swept))
     return table
 
 
-def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[Swept] | RanktapeError]:
+def _swept(tensors: Sequence[ListedTensor], ask: _Asked) -> Iterator[list[SweptTensor] | RanktapeError]:
     """The sweeps of each tensor, or of its samples if requested. The tensors of a selection are swept in parallel."""
     for _, group in itertools.groupby(tensors, key=lambda tensor: id(tensor.records)):
         first, *rest = group
@@ -231,7 +231,7 @@ def _with_files(
     view: View,
     outputs: OutputOptions,
     show: Callable[[str], object],
-) -> Iterator[list[Swept] | RanktapeError]:
+) -> Iterator[list[SweptTensor] | RanktapeError]:
     """The sweeps of each tensor, one after another. Files about each are written, and every line is shown."""
     from ranktape.analyze.legacy.text import DOUBLE, Subject
     from ranktape.analyze.legacy.write import FolderNames, TensorReport, make_folder
@@ -421,7 +421,7 @@ def _tensors(selection: Selection, source: RecordSource, *, name: str, by: Seque
     if others:
         say(f"left out: {what}", err=True)
     if SAMPLE in by:
-        members, left_out = with_samples(members)
+        members, left_out = records_with_samples(members)
         if left_out:
             say(left_out, err=True)
     paths = {file.site: file.path for file in getattr(source, "files", ())}

@@ -18,7 +18,7 @@ from ranktape.analyze.engine.metrics import parse_metric
 from ranktape.analyze.engine.numbers import additive_masks, record_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.identity import identity_columns, identity_rows, words
-from ranktape.analyze.questions.stats import sample_metrics, samples_together
+from ranktape.analyze.questions.stats import combine_samples, sample_metrics
 from ranktape.analyze.table import Column, Kind, Table, number_cells, values_of
 from ranktape.errors import NoRecordsError
 from ranktape.storage import Records
@@ -62,15 +62,15 @@ def trace(
     steps = _steps(records, sample=sample, metrics=chosen, view=view or View.COMPUTE, engine=engine)
     identities = identity_rows(records)
     order = _order(records)
-    known = sorted(steps, key=lambda step: order[step[0]])
-    if sample is not None and not known:
+    ordered = sorted(steps, key=lambda step: order[step[0]])
+    if sample is not None and not ordered:
         raise NoRecordsError(_no_sample(records, sample))
-    rows, way = [], _Way()
+    rows, state = [], _PathState()
     captured, is_mask = records.column("overflow.inf.count").tolist(), additive_masks(records).tolist()
-    for number, (position, index, found) in enumerate(known):
+    for number, (position, index, metrics) in enumerate(ordered):
         num_captured = None if is_mask[position] else int(captured[position])
-        change, first = way.step(order[position][:4], found, captured_inf=num_captured)
-        cells = tuple(found[name] for name in chosen)
+        change, first = state.step(order[position][:4], metrics, captured_inf=num_captured)
+        cells = tuple(metrics[name] for name in chosen)
         rows.append((number, *identities[position], index, *cells, change, first))
     left_out = len(records) - len(rows)
     return Table(
@@ -107,19 +107,19 @@ def _steps(
     """For each step, the index of the record, the index of the sample in it, and the metrics."""
     wanted = [parse_metric(name) for name in dict.fromkeys((*metrics, "absmax", *_MARKS))]
     known = record_metrics(records, wanted if sample is None else (), view=view, engine=engine)
-    found = known.columns
+    columns_by_name = known.columns
     steps: list[tuple[int, int | None]] = [(place, None) for place in range(len(records))]
     if sample is not None:
-        every_id = zip(known.sample_sizes.tolist(), records.column("sample_ids").tolist(), strict=True)
-        indices = [_index(count, sample, identifiers=json.loads(text)) for count, text in every_id]
+        sizes_and_ids = zip(known.sample_sizes.tolist(), records.column("sample_ids").tolist(), strict=True)
+        indices = [_index(count, sample, identifiers=json.loads(text)) for count, text in sizes_and_ids]
         steps = [(place, index) for place, index in enumerate(indices) if index is not None]
         starts = np.cumsum(known.sample_sizes) - known.sample_sizes
         rows = [starts[place] + index for place, index in enumerate(indices) if index is not None]
-        found = samples_together(known.samples[rows], np.arange(len(rows))) if rows else {}
-    columns = [values_of(number_cells(found[one.name], kind=one.kind)) for one in wanted] if steps else []
+        columns_by_name = combine_samples(known.samples[rows], np.arange(len(rows))) if rows else {}
+    columns = [values_of(number_cells(columns_by_name[one.name], kind=one.kind)) for one in wanted] if steps else []
     names = [one.name for one in wanted]
     values = zip(*columns, strict=True)
-    return [(*step, dict(zip(names, own, strict=True))) for step, own in zip(steps, values, strict=True)]
+    return [(*step, dict(zip(names, row, strict=True))) for step, row in zip(steps, values, strict=True)]
 
 
 def _index(count: int, sample: int | str, *, identifiers: list[Any] | None) -> int | None:
@@ -131,7 +131,7 @@ def _index(count: int, sample: int | str, *, identifiers: list[Any] | None) -> i
     return int(sample) if is_index and 0 <= int(sample) < count else None
 
 
-class _Way:
+class _PathState:
     """The state of the path of one rank in one iteration."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Way:
         self._seen: set[str] = set()
 
     def step(
-        self, key: tuple[int, ...], found: Mapping[str, float | None], *, captured_inf: int | None
+        self, key: tuple[int, ...], metrics: Mapping[str, float | None], *, captured_inf: int | None
     ) -> tuple[float | None, str]:
         """The change of absmax since the previous step, in binades, and what occurs for the first time.
 
@@ -148,15 +148,15 @@ class _Way:
         """
         if key != self._key:
             self._key, self._before, self._seen = key, None, set()
-        now, before = found["absmax"], self._before
+        now, before = metrics["absmax"], self._before
         self._before = now
-        num_infinite = 0 if captured_inf is None else found["overflow.inf.count"] or 0
+        num_infinite = 0 if captured_inf is None else metrics["overflow.inf.count"] or 0
         kinds = {
-            "NaN": bool(found["overflow.nan.count"]),
+            "NaN": bool(metrics["overflow.nan.count"]),
             "Inf": bool(num_infinite) and bool(captured_inf),
             "overflow": num_infinite > 0 and not captured_inf,
         }
-        new = [kind for kind, is_here in kinds.items() if is_here and kind not in self._seen]
+        new = [kind for kind, occurs in kinds.items() if occurs and kind not in self._seen]
         self._seen.update(new)
         is_known = now is not None and before is not None and now > 0 and before > 0
         change = math.log2(now) - math.log2(before) if is_known else None  # type: ignore[arg-type]  # both are known

@@ -63,26 +63,26 @@ def trend(
         raise UsageError("a trend needs a metric: give one, such as absmax")
     fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
-    found = _found(records, groups, chosen, view=view or View.COMPUTE, engine=engine)
+    metrics_of_groups = _found(records, groups, chosen, view=view or View.COMPUTE, engine=engine)
     courses: dict[tuple[Any, ...], list[int]] = {}
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)
     iterations = [int(key["iteration"]) for key in groups.keys]
     heads = list(TableRows(groups.heads.columns[: len(set(fields))], size=len(groups.keys)))
-    rows, ends = [], []
+    rows, summaries = [], []
     for members in courses.values():
         for place, number in enumerate(members):
-            before = found[members[place - 1]] if place else (None,) * len(chosen)
-            cells = [cell for pair in zip(before, found[number], strict=True) for cell in _step(*pair)]
+            before = metrics_of_groups[members[place - 1]] if place else (None,) * len(chosen)
+            cells = [cell for pair in zip(before, metrics_of_groups[number], strict=True) for cell in _step(*pair)]
             rows.append((*heads[number], iterations[number], groups.sizes[number], *cells))
         times = [iterations[number] for number in members]
         for column, one in enumerate(chosen):
-            values = [found[number][column] for number in members]
-            ends.append((*heads[members[0]], one.name, len(members), *_ends(times, values)))
+            values = [metrics_of_groups[number][column] for number in members]
+            summaries.append((*heads[members[0]], one.name, len(members), *_ends(times, values)))
     named = ", ".join(one.name for one in chosen)
     if summary:
         columns = (*_group_columns(fields), *_SUMMARY)
-        return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(ends))
+        return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(summaries))
     columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _metric_columns(one)))
     return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
 

@@ -68,7 +68,7 @@ OWNERS = {
 """The destinations that accept each option."""
 
 
-def refuse_strangers(to: str, **given: object) -> None:
+def check_destination(to: str, **given: object) -> None:
     """Check that the given options are for this destination.
 
     Raises:

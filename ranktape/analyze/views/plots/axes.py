@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from numpy.typing import NDArray
 
-    from ranktape.analyze.identity import LayerPlace
+    from ranktape.analyze.identity import LayerPosition
 
 MAX_TICKS, MAX_SHARE_TICKS = 8, 6
 """The largest number of ticks of an axis, and of powers of ten on an axis of shares."""
@@ -158,7 +158,7 @@ def place_of_layer(layer: int, layers: Sequence[int]) -> float:
     return min(one for one in layers if one >= 0) - max(1.0, 0.05 * len(layers))
 
 
-def scale_layers(axes: Axes, layers: Sequence[LayerPlace], *, is_labelled: bool = True) -> None:
+def scale_layers(axes: Axes, layers: Sequence[LayerPosition], *, is_labelled: bool = True) -> None:
     """A horizontal axis of layers, with "outside" for tensors outside of the stack; several stacks are side by side."""
     inside = [layer for layer in layers if layer >= 0]
     step = next(step for step in _NICE_STEPS if len(inside) <= step * 12)
@@ -182,7 +182,7 @@ def scale_layers(axes: Axes, layers: Sequence[LayerPlace], *, is_labelled: bool 
 
 
 def with_gap(
-    layers: Sequence[LayerPlace], values: Sequence[float], *, all_layers: Sequence[int]
+    layers: Sequence[LayerPosition], values: Sequence[float], *, all_layers: Sequence[int]
 ) -> tuple[list[float], list[float]]:
     """Positions and values of layers in ascending order, with NaN where a line would join different stacks."""
     found: list[tuple[float, float]] = []

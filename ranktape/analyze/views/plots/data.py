@@ -120,7 +120,7 @@ class PlotData:
     def column(self, field: str) -> NDArray[Any]:
         """A field of all records; `dtype` is that of the view, and missing numbers are None.
 
-        `layer_idx` is a `LayerPlace`, and `quant_type` also distinguishes sources (see `quant_types`).
+        `layer_idx` is a `LayerPosition`, and `quant_type` also distinguishes sources (see `quant_types`).
         """
         if field not in self._columns:
             values = self.records.column(field)
