@@ -334,7 +334,8 @@ def test_a_copy_of_some_records_is_a_run_that_says_what_was_left_out(
     assert not (tmp_path / "c").exists()
 
 
-def test_progress_counts_every_item_up_to_their_number(sound: Path, target: Backend) -> None:
+def test_progress_counts_every_item_up_to_their_number(sound: Path, tmp_path: Path) -> None:
+    target = open_backend(tmp_path / "copy")
     works: dict[str, Callable[[OnProgress], object]] = {
         "copy": lambda tell: copy_run(open_backend(sound), target, on_progress=tell),
         "check": lambda tell: check_run(target, on_progress=tell),
