@@ -170,7 +170,7 @@ def _summarize_level(
             if not any(layout.parse_attempt(name) is not None for name in names):
                 # A foreign Zarr group is not searched.
                 return None, [f"{place}/{name}" if place else name for name in names if data is None]
-            raise RunFormatError(f"{where} has attempts, but no document of a run: see 'ranktape check'")
+            raise RunFormatError(f"{where} has attempts, but no document of a run: restore its zarr.json")
         run_attributes(data, place=where)
         return summarize(open_backend(_join(url, place), storage_options=storage_options), path=place), []
     except RanktapeError as error:
