@@ -62,12 +62,12 @@ def pairs_of(folder: str, *, count: int) -> tuple[list[tuple[float, float]], lis
         for _ in range(20):
             step_seconds()
         found = []
-        assert capture._gate is not None
-        gate: Any = TimedGate(capture._gate)
+        assert capture._stop_gate is not None
+        gate: Any = TimedGate(capture._stop_gate)
         for _ in range(count):
-            capture._gate = gate
+            capture._stop_gate = gate
             asking = step_seconds()
-            capture._gate = None
+            capture._stop_gate = None
             found.append((asking, step_seconds()))
     return found, gate.seconds
 
