@@ -282,7 +282,7 @@ class Writer:
             stored = set() if leftover.is_over else self._begin_again(iteration, is_given_up=is_given_up)
             for note in () if leftover.is_over else leftover.notes:
                 self._storer.note(note.copy(), self._iterations[iteration])
-            for slot in (*leftover.words, *leftover.tensors):
+            for slot in (*leftover.other_slots, *leftover.tensors):
                 if leftover.is_over or slot.kind is not SlotKind.TENSOR or site_of(slot) in stored:
                     self._ring.free(slot)
                 else:

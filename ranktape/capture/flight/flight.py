@@ -121,7 +121,7 @@ class Flight:
             held.notes.append(slot.copy())
             self._ring.free(slot)
         elif slot.kind is SlotKind.BEGIN:
-            held.words.append(slot)
+            held.other_slots.append(slot)
         else:
             held.close(slot, skip=str(slot.header["reason"]) if slot.kind is SlotKind.SKIP else None)
             self._iteration_nbytes = max(self._iteration_nbytes, held.nbytes)
@@ -182,7 +182,7 @@ class Flight:
         self._watch.last_poll(seconds=_LAST_POLL_SECONDS if self._num_posted else _QUIET_SECONDS)
         self._read_other_ranks()
         self._watch.stop()
-        for held in sorted(self._held.values(), key=lambda held_iteration: held_iteration.iteration):
+        for held in sorted(self._held.values(), key=lambda held: held.iteration):
             if held.is_over or held.iteration not in self._wanted:
                 continue
             if held.tensors or self._has_failed:
@@ -213,7 +213,7 @@ class Flight:
         if (elsewhere := self._ring.counter(Counter.ELSEWHERE)) != self._other_ranks:
             self._other_ranks = elsewhere
             self._request_window(iteration_of(elsewhere))
-        for trigger in self._watch.found():
+        for trigger in self._watch.new_triggers():
             if not trigger.is_stored:
                 continue
             self._stored_for[trigger.kind].add(trigger.iteration)
@@ -330,7 +330,7 @@ class Flight:
         return iterations
 
     def _commit_due(self) -> None:
-        for held in sorted(self._held.values(), key=lambda iteration: iteration.iteration):
+        for held in sorted(self._held.values(), key=lambda held: held.iteration):
             if held.is_over and held.iteration in self._wanted:
                 self._commit(held, None)
 
@@ -342,7 +342,7 @@ class Flight:
             self._committer.mark(held.iteration, Mark.SKIPPED, held.skip)
             held.release(self._ring)
             return
-        held.free_boundaries(self._ring)
+        held.free_other_slots(self._ring)
         staged = self._storer.begin(held.iteration)
         for note in held.notes:
             self._storer.note(note, staged)
@@ -368,7 +368,7 @@ class Flight:
             is_crowded = self._ring.capacity - self._ring.pending_nbytes < self._needed_nbytes
             grace = max(_MIN_POLLS * self._watch.seconds, 0.0 if is_crowded else _GRACE_SECONDS)
         extra = [held for held in over if held.iteration < oldest_needed]
-        for number, held in enumerate(sorted(extra, key=lambda iteration: iteration.iteration)):
+        for number, held in enumerate(sorted(extra, key=lambda held: held.iteration)):
             is_young = held.ended_at is not None and now - held.ended_at < grace
             if is_young and len(extra) - number <= _MAX_EXTRA:
                 break
@@ -396,7 +396,7 @@ class Flight:
             if not due:
                 continue
             # Slots are freed in order: an iteration's first slot blocks those of its tensors.
-            held.free_boundaries(self._ring)
+            held.free_other_slots(self._ring)
             room_nbytes = max(0, MAX_WAITING_NBYTES - total_nbytes) // len(due)
             reduce = lambda tensor, room_nbytes=room_nbytes: tensor.reduce(  # noqa: E731
                 self._ring, rank=self._config.rank, attempt=self._attempt.number, room_nbytes=room_nbytes

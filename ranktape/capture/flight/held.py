@@ -78,7 +78,7 @@ class HeldIteration:
 
     iteration: int
     """Training step."""
-    words: list[Slot] = field(default_factory=list)
+    other_slots: list[Slot] = field(default_factory=list)
     """Slots of its start, and of its end or skip, in the ring."""
     tensors: list[TensorInFlight] = field(default_factory=list)
     """The tensors, in the order of their arrival."""
@@ -112,21 +112,21 @@ class HeldIteration:
 
     def close(self, slot: Slot, *, skip: str | None = None) -> None:
         """Take the slot of its end, with the reason if the rank skipped it."""
-        self.words.append(slot)
+        self.other_slots.append(slot)
         self.end, self.skip, self.ended_at = (slot if skip is None else None), skip, time.monotonic()
 
-    def free_boundaries(self, ring: RingConsumer) -> None:
+    def free_other_slots(self, ring: RingConsumer) -> None:
         """Free the slots of its start, and of its end or skip; `end` and `skip` stay valid."""
-        for slot in self.words:
+        for slot in self.other_slots:
             ring.free(slot)
-        self.words.clear()
+        self.other_slots.clear()
 
     def release(self, ring: RingConsumer) -> None:
         """Free all of its slots."""
-        for slot in (*self.words, *(tensor.slot for tensor in self.tensors)):
+        for slot in (*self.other_slots, *(tensor.slot for tensor in self.tensors)):
             if slot is not None:
                 ring.free(slot)
-        self.words.clear()
+        self.other_slots.clear()
         self.tensors.clear()
 
 
@@ -153,7 +153,7 @@ def take_over(
     at_work = {judging} if judging >= 0 else {min(stored & leftovers.keys(), default=-1)}
     held: list[Slot] = []
     for iteration, leftover in leftovers.items():
-        has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in leftover.words)
+        has_end = any(slot.kind in {SlotKind.END, SlotKind.SKIP} for slot in leftover.other_slots)
         is_given_up = given_up is not None and iteration in at_work
         if given_up is not None and is_given_up and iteration in stored:
             committer.mark(iteration, Mark.FAILED, given_up)
@@ -161,12 +161,12 @@ def take_over(
             committer.recover(iteration, leftover)
         elif is_given_up or (leftover.is_over and not has_end):
             for slot in (
-                *leftover.words,
+                *leftover.other_slots,
                 *leftover.tensors,
             ):  # without an end in the ring, its values were being reduced
                 ring.free(slot)
         else:
-            held += (*leftover.words, *leftover.tensors)
+            held += (*leftover.other_slots, *leftover.tensors)
     return sorted(held, key=lambda slot: slot.end)
 
 

@@ -88,12 +88,12 @@ class TriggerWatch:
             self._is_due |= trigger.is_stored
             self._changed.notify_all()
 
-    def found(self) -> list[Trigger]:
+    def new_triggers(self) -> list[Trigger]:
         """The triggers of other ranks that were found since the last call."""
-        found = []
+        triggers = []
         while self._new_triggers:
-            found.append(self._new_triggers.popleft())
-        return found
+            triggers.append(self._new_triggers.popleft())
+        return triggers
 
     def last_poll(self, *, seconds: float) -> None:
         """Poll once more and write the remaining triggers; failures are retried for at most `seconds`."""

@@ -183,7 +183,7 @@ class Committer:
             self.num_committed += is_committed
             self._note_settled(iteration)
         finally:
-            for slot in (*leftover.words, *leftover.tensors):
+            for slot in (*leftover.other_slots, *leftover.tensors):
                 self._ring.free(slot)
 
     def uncommitted(self) -> set[int]:
@@ -333,7 +333,7 @@ class Leftover:
 
     tensors: list[Slot] = field(default_factory=list)
     """Slots of tensors that the writer had not freed."""
-    words: list[Slot] = field(default_factory=list)
+    other_slots: list[Slot] = field(default_factory=list)
     """All other slots."""
     end: Mapping[str, Any] | None = None
     """Header of its end; None if it has not finished or was skipped."""
@@ -343,7 +343,7 @@ class Leftover:
     @property
     def notes(self) -> list[Slot]:
         """The slots of `NOTES`."""
-        return [slot for slot in self.words if slot.kind in NOTES]
+        return [slot for slot in self.other_slots if slot.kind in NOTES]
 
     @property
     def is_over(self) -> bool:
@@ -375,7 +375,7 @@ def read_slots(ring: RingConsumer, *, ends: Iterable[tuple[int, int, Mapping[str
         if slot.kind is SlotKind.TENSOR:
             leftover.tensors.append(slot)
         else:
-            leftover.words.append(slot)
+            leftover.other_slots.append(slot)
             leftover.add_header(slot.kind, slot.header)
     return leftovers
 
