@@ -227,6 +227,24 @@ def test_a_folder_of_layer_outputs_is_read(tmp_path: Path) -> None:
         }
 
 
+def test_invalid_and_unknown_fields_of_layer_outputs_are_ignored(tmp_path: Path) -> None:
+    layer_outputs(tmp_path)
+    own = {
+        "iteration": 7,
+        "rank": -2,
+        "microbatch": True,
+        "quant_type": "",
+        "compute_dtype": "x",
+        "odd": 1,
+        "module": "m",
+    }
+    save(tmp_path / "metadata.pt", {"ranktape": {"layer_1_output": own}})
+    plain, described = open_folder(tmp_path).select(layer_type="hidden")
+    fields = ("iteration", "rank", "microbatch", "quant_type", "compute_dtype")
+    assert [getattr(described, name) for name in fields] == [7, *(getattr(plain, name) for name in fields[1:])]
+    assert described.module == "m"
+
+
 def test_a_damaged_description_of_a_folder_is_named(tmp_path: Path) -> None:
     layer_outputs(tmp_path)
     (tmp_path / "statistics.pt").write_bytes(GARBAGE)
