@@ -38,8 +38,8 @@ class _Thread(threading.local):
     """The state of the mode on one thread."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[nn.Module, Callable[[], Any]]] = []
-        """The running modules that activated the mode, or that call themselves, each with a function that undoes it."""
+        self.entered: list[tuple[nn.Module, bool]] = []
+        """The running modules that activated the mode (True), or that call themselves (False)."""
         self.num_suspended = 0
         """Number of nested contexts that suspend the mode."""
 
@@ -70,27 +70,34 @@ class FunctionMode(TorchFunctionMode):
 
     def enter(self, module: nn.Module) -> None:
         """Be active on this thread while a module runs, until `leave` is called with it."""
-        thread = self._thread
-        if thread.entered and thread.entered[-1][0] is module:
-            thread.entered.append((module, _nothing))  # it calls itself
-        elif not thread.num_suspended and self.hooks is not None and not self.is_active:
-            self._push()
-            thread.entered.append((module, self._remove))
+        entered = self._thread.entered
+        calls_itself = bool(entered) and entered[-1][0] is module
+        if calls_itself or self.activate():
+            entered.append((module, not calls_itself))
 
     def leave(self, module: nn.Module) -> None:
         """Undo `enter`, after a module has returned or raised."""
         entered = self._thread.entered
-        if entered and any(running is module for running, _ in entered):
-            while True:  # also for inner modules whose hooks an exception skipped
-                running, undo = entered.pop()
-                undo()
-                if running is module:
-                    return
+        is_entered = any(running is module for running, _ in entered)
+        while is_entered:  # also for inner modules whose hooks an exception skipped
+            running, has_activated = entered.pop()
+            if has_activated:
+                self._remove()
+            is_entered = running is not module
 
-    def stay(self) -> None:
-        """Be active on this thread until `reset`, because no hook runs after a `forward` that is called directly."""
-        if self.hooks is not None and not self._thread.num_suspended and not self.is_active:
-            self._push()
+    def activate(self) -> bool:
+        """Be active on this thread until `reset`, if an iteration is being captured and no context suspends the mode.
+
+        Returns whether the mode was not active before.
+        """
+        if self.hooks is None or self._thread.num_suspended or self.is_active:
+            return False
+        above = [pop_mode() for _ in range(num_modes())]
+        if above and is_default_device(above[-1]):
+            push_mode(above.pop())
+        for mode in (self, *reversed(above)):
+            push_mode(mode)
+        return True
 
     def reset(self) -> None:
         """Be inactive on this thread, even if modules were left without a call of their hooks."""
@@ -100,9 +107,7 @@ class FunctionMode(TorchFunctionMode):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Be active in this context, on this thread."""
-        is_new = not self._thread.num_suspended and self.hooks is not None and not self.is_active
-        if is_new:
-            self._push()
+        is_new = self.activate()
         try:
             yield
         finally:
@@ -112,12 +117,12 @@ class FunctionMode(TorchFunctionMode):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Be inactive in this context, on this thread, even if modules are entered."""
-        self._thread.num_suspended += 1
-        try:
-            with self.inactive():
+        with self.inactive():
+            self._thread.num_suspended += 1
+            try:
                 yield
-        finally:
-            self._thread.num_suspended -= 1
+            finally:
+                self._thread.num_suspended -= 1
 
     @contextlib.contextmanager
     def inactive(self) -> Iterator[None]:
@@ -126,8 +131,8 @@ class FunctionMode(TorchFunctionMode):
         try:
             yield
         finally:
-            if was_active and self.hooks is not None and not self.is_active:
-                self._push()
+            if was_active:
+                self.activate()
 
     @property
     def is_active(self) -> bool:
@@ -136,13 +141,6 @@ class FunctionMode(TorchFunctionMode):
             if mode_at(index) is self:
                 return True
         return False
-
-    def _push(self) -> None:
-        above = [pop_mode() for _ in range(num_modes())]
-        if above and is_default_device(above[-1]):
-            push_mode(above.pop())
-        for mode in (self, *reversed(above)):
-            push_mode(mode)
 
     def _remove(self) -> bool:
         """Remove the mode from the stack. Returns whether it was on it."""
@@ -157,10 +155,6 @@ class FunctionMode(TorchFunctionMode):
 
 MODE = FunctionMode()
 """The mode of this process."""
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 class Hook:

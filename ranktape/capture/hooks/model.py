@@ -553,7 +553,7 @@ class ModelHooks:
         through the mode, and torch puts the mode back afterwards. Therefore the mode is removed before the call.
         """
         if self._is_direct and self._functions is not None:
-            MODE.stay()
+            MODE.activate()  # no hook runs after a `forward` that is called directly
             if MODE.is_active and not self._exchanged_backwards:  # not active inside a compiled region
                 functions = torch.Tensor.backward, torch.autograd.grad
                 self._exchanged_backwards = [Exchanged(function, self._in_backward) for function in functions]
