@@ -20,9 +20,9 @@ from ranktape.capture.compiled.graph_taps import SITES, GraphCall, GraphPlan
 from ranktape.capture.compiled.operator import TICKETS, is_of_gradient
 from ranktape.capture.hooks.calls import WITHOUT_BIAS, HookContext, SourceRecorder, tags_of
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.owners import Owner
 from ranktape.capture.hooks.stacks import module_path
+from ranktape.capture.hooks.states import LayerHooks
 from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import PRODUCTS, role_of
 from ranktape.capture.roles.table import ModuleRole, Ports, ports_of

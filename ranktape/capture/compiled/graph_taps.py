@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ranktape.capture.compiled.marks import mark_call, mark_layer, mark_result
 from ranktape.capture.compiled.operator import tap_operator
 from ranktape.capture.hooks.hook import Hook
-from ranktape.capture.hooks.layers import LAYER_PORTS
 from ranktape.capture.hooks.owners import rows_of
+from ranktape.capture.hooks.states import LAYER_PORTS
 from ranktape.capture.roles.table import Argument, FunctionRole, Port, Ports
 from ranktape.capture.tensors.placement import is_dtensor, shard_of
 

@@ -32,7 +32,6 @@ from ranktape.capture.hooks.coverage import (
 )
 from ranktape.capture.hooks.functions import Exchanged, FunctionHooks
 from ranktape.capture.hooks.hook import MODE, Hook, Replacements, without_global_hooks
-from ranktape.capture.hooks.layers import LayerHooks
 from ranktape.capture.hooks.module_hooks import (
     ModuleHooks,
     MultiheadHooks,
@@ -41,6 +40,7 @@ from ranktape.capture.hooks.module_hooks import (
     may_record_products,
 )
 from ranktape.capture.hooks.stacks import check_layers, survey
+from ranktape.capture.hooks.states import LayerHooks
 from ranktape.capture.passes.frameworks import framework_replacements, is_rehearsing, stage_prefix
 from ranktape.capture.passes.python_stack import DirectCall, keyword_arguments, outermost_direct_call
 from ranktape.capture.passes.tracker import Arguments, Frame
