@@ -95,6 +95,8 @@ class ModelHooks:
         self._options = options = recorder.options
         self._wants_layer_type = options.wants_layer_type
         self._wants_module = options.wants_module
+        self._wants_layer = functools.cache(self._is_wanted)
+        """Tells from a layer type and the path of a module whether to record it."""
         self._recorder = recorder
         self._is_given = is_given
         self._on_note = on_note
@@ -114,7 +116,6 @@ class ModelHooks:
         self._multihead: MultiheadHooks | None = None
         self._layers: LayerHooks | None = None
         self._matched_roles: set[ModuleRole | FunctionRole] = set()
-        self._wanted: dict[tuple[str, str], bool] = {}
         self._stage_prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._is_direct = is_given
         """Whether the `forward` of a model may be called directly, without its hooks."""
@@ -568,13 +569,10 @@ class ModelHooks:
             if self._functions is not functions and not in_backward():
                 self._await_direct()  # an iteration started in the backward pass
 
-    def _wants_layer(self, layer_type: str, path: str) -> bool:
-        key = layer_type, path
-        if key not in self._wanted:
-            # With `layers` alone, an embedding is recorded only as the input of the stack.
-            is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
-            self._wanted[key] = is_named and self._wants_layer_type(layer_type) and self._wants_module(path)
-        return self._wanted[key]
+    def _is_wanted(self, layer_type: str, path: str) -> bool:
+        # With `layers` alone, an embedding is recorded only as the input of the stack.
+        is_named = not self._options.wants_layers or self._options.names_layer_type(layer_type)
+        return is_named and self._wants_layer_type(layer_type) and self._wants_module(path)
 
 
 _LATE = (
