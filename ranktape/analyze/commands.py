@@ -113,7 +113,7 @@ def plot(
             target=target,
             recipes=recipes,
             source=source,
-            on_plot=_say_path,
+            on_plot=lambda written_path: say(str(written_path)),
             **common,
         )
         rest = f", {len(written.left_out)} left out" if written.left_out else ""
@@ -138,10 +138,6 @@ def _path_of(output: Path | None, *, name: str | None) -> Path:
 
     form_of(path)
     return path
-
-
-def _say_path(path: Path) -> None:
-    say(str(path))
 
 
 def _parse_recipes(texts: Sequence[str], wanted: Sequence[Plot], *, is_all: bool) -> list[Recipe]:

@@ -348,24 +348,20 @@ def _as_good(levels: list[Level], chosen: Level) -> list[Level]:
     return [*reversed(before), chosen, *after]
 
 
-def _advice(recommendation: Recommendation) -> Advice:
+def _advice(result: Recommendation) -> Advice:
     """The conclusions from the recommendation of a sweep."""
-    if recommendation.recommended is None:
-        return Advice((), (), (f"no scale to recommend: {recommendation.sweep.note}",))
-    is_varied = len(recommendation.verdicts) > 1 and not recommendation.loses_everything
-    metrics = _on_metrics(recommendation) if is_varied else []
-    return Advice(
-        tuple(metrics),
-        tuple(_on_limits(recommendation)),
-        tuple(_conclusion(recommendation, recommendation.recommended.level)),
-    )
+    if result.recommended is None:
+        return Advice((), (), (f"no scale to recommend: {result.sweep.note}",))
+    is_varied = len(result.verdicts) > 1 and not result.loses_everything
+    metrics = _on_metrics(result) if is_varied else []
+    return Advice(tuple(metrics), tuple(_on_limits(result)), tuple(_conclusion(result, result.recommended.level)))
 
 
-def _on_metrics(recommendation: Recommendation) -> list[str]:
-    mse, cosine, psnr = (recommendation.spreads[name] for name in ("mse", "cosine", "psnr"))
+def _on_metrics(result: Recommendation) -> list[str]:
+    mse, cosine, psnr = (result.spreads[name] for name in ("mse", "cosine", "psnr"))
     return [
         "the MSE of some levels is outside the range of float64: compare the levels by PSNR"
-        if recommendation.is_mse_beyond
+        if result.is_mse_beyond
         else "MSE hardly depends on the scale: all levels are suitable"
         if mse.variation is Variation.STABLE
         else f"MSE varies with the scale, from {mse.lowest:.4g} to {mse.highest:.4g}: choose the scale carefully",
@@ -384,56 +380,51 @@ _OF_PSNR = {
 }
 
 
-def _on_limits(recommendation: Recommendation) -> list[str]:
-    sentences = []
-    for stretch in recommendation.avoid:
+def _on_limits(result: Recommendation) -> list[str]:
+    lines = []
+    for stretch in result.avoid:
         both = stretch.overflows and stretch.underflows
         what = "overflow, and more than 1 % underflow" if both else "overflow" if stretch.overflows else "underflow"
-        sentences.append(f"avoid {_levels(recommendation, stretch.exponents)}: more than 1 % of the values {what}")
-    if any(stretch.overflows for stretch in recommendation.avoid):
-        sentences.append("values that overflow are saturated: the largest values are lost")
-    if any(stretch.underflows for stretch in recommendation.avoid):
-        sentences.append("values that underflow lose significand bits or become zero: the smallest values are lost")
-    if recommendation.optimal is not None:
-        sentences.append(
-            f"free of significant overflow and underflow: {_levels(recommendation, recommendation.optimal)}"
-        )
-    if recommendation.loses_everything:
-        return sentences
-    if recommendation.least_bad is not None:
-        sentences.append(
+        lines.append(f"avoid {_levels(result, stretch.exponents)}: more than 1 % of the values {what}")
+    if any(stretch.overflows for stretch in result.avoid):
+        lines.append("values that overflow are saturated: the largest values are lost")
+    if any(stretch.underflows for stretch in result.avoid):
+        lines.append("values that underflow lose significand bits or become zero: the smallest values are lost")
+    if result.optimal is not None:
+        lines.append(f"free of significant overflow and underflow: {_levels(result, result.optimal)}")
+    if result.loses_everything:
+        return lines
+    if result.least_bad is not None:
+        lines.append(
             f"no level is free of overflow and underflow: the fewest values are saturated or become zero at "
-            f"{recommendation.word} {recommendation.least_bad.level.exponent:.4g}, {_parts(recommendation.least_bad)}"
+            f"{result.word} {result.least_bad.level.exponent:.4g}, {_parts(result.least_bad)}"
         )
-    chosen = recommendation.recommended
+    chosen = result.recommended
     if chosen is not None and chosen.severity is not LossSeverity.NONE:
-        sentences.append(
+        lines.append(
             f"the recommended level also has {chosen.severity} overflow or underflow ({_parts(chosen)}), "
             "but the best score"
         )
-    return sentences
+    return lines
 
 
-def _conclusion(recommendation: Recommendation, level: Level) -> list[str]:
-    scheme, word, ties = recommendation.sweep.scheme.name, recommendation.word, recommendation.as_good
-    if recommendation.loses_everything:
-        sentences = [f"all levels lose nearly everything in {scheme}: try {recommendation.direction} scales"]
+def _conclusion(result: Recommendation, level: Level) -> list[str]:
+    scheme, word, ties = result.sweep.scheme.name, result.word, result.as_good
+    if result.loses_everything:
+        lines = [f"all levels lose nearly everything in {scheme}: try {result.direction} scales"]
     else:
-        sentences = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
+        lines = [f"use {word} {level.exponent:.4g} (factor {level.scale:.6g}) for {scheme}"]
         if ties is not None and ties.minimum != ties.maximum:
-            sentences.append(f"{_levels(recommendation, ties)} are equally good: their SQNR is within 0.01 dB")
+            lines.append(f"{_levels(result, ties)} are equally good: their SQNR is within 0.01 dB")
         if is_lossless(level):
-            sentences.append("it loses nothing")
-        elif recommendation.position is not None:
-            sentences.append(
-                _OF_POSITION[recommendation.position]
-                + _OF_DIRECTION.get((recommendation.position, recommendation.direction), "")
-            )
-    if recommendation.original_choice is not None:
-        exponent = recommendation.original_choice.exponent
+            lines.append("it loses nothing")
+        elif result.position is not None:
+            lines.append(_OF_POSITION[result.position] + _OF_DIRECTION.get((result.position, result.direction), ""))
+    if result.original_choice is not None:
+        exponent = result.original_choice.exponent
         same = ", too" if exponent == level.exponent else ""
-        sentences.append(f"the legacy tool recommends {word} {exponent:.4g}{same}")
-    return sentences
+        lines.append(f"the legacy tool recommends {word} {exponent:.4g}{same}")
+    return lines
 
 
 _OF_POSITION = {
@@ -453,9 +444,9 @@ _OF_DIRECTION = {
 }
 
 
-def _levels(recommendation: Recommendation, exponents: Range) -> str:
+def _levels(result: Recommendation, exponents: Range) -> str:
     low, high = f"{exponents.minimum:.4g}", f"{exponents.maximum:.4g}"
-    return f"{recommendation.word} {low}" if low == high else f"{recommendation.word}s {low} to {high}"
+    return f"{result.word} {low}" if low == high else f"{result.word}s {low} to {high}"
 
 
 def _parts(verdict: Verdict) -> str:

@@ -116,15 +116,15 @@ def distribution(
     chosen = default if kind is None else DistributionKind(kind)
     options = _options(chosen, bins=bins, per_binade=per_binade, points=points, formats=words(format))
     answer, chosen_view = ANSWERS[chosen], view or View.COMPUTE
-    with_distribution = records.where(f"keep != '{Keep.STATISTICS}'")
-    if not len(with_distribution):
+    stored = records.where(f"keep != '{Keep.STATISTICS}'")
+    if not len(stored):
         raise NoRecordsError("no record stores values or a histogram: statistics contain no distribution")
-    groups = group_records(with_distribution, by=by)
+    groups = group_records(stored, by=by)
     *keys, count = groups.columns
     heads = list(groups.heads)
     tables: list[list[tuple[Any, ...]]] = [[] for _ in heads]
     counts, is_exact, is_complex = Counter[str](), True, False
-    for number, digest in group_digests(with_distribution, groups, view=chosen_view, engine=engine):
+    for number, digest in group_digests(stored, groups, view=chosen_view, engine=engine):
         tables[number] = [(*heads[number], *row) for row in answer.rows(digest, options)]
         counts.update({kind: getattr(digest.tallies, kind) for kind in ("nan", "inf", "zero")})
         is_exact, is_complex = is_exact and digest.is_exact, is_complex or "complex" in digest.dtype
@@ -132,22 +132,20 @@ def distribution(
         title=f"{answer.title}, {view_text(chosen_view)}",
         columns=(*keys, replace(count, is_key=True), *answer.columns),
         rows=tuple(row for rows in tables for row in rows),
-        notes=tuple(
-            _notes(counts, num_without=len(records) - len(with_distribution), is_exact=is_exact, is_complex=is_complex)
-        ),
+        notes=tuple(_notes(counts, num_without=len(records) - len(stored), is_exact=is_exact, is_complex=is_complex)),
         is_whole=True,
     )
 
 
 def _options(
     kind: DistributionKind, *, bins: int | None, per_binade: int | None, points: int | None, formats: Sequence[str]
-) -> DistributionOptions:
+) -> Options:
     """The options of a kind, with defaults. Raises an error for an option of another kind."""
     for name, value in {"bins": bins, "per_binade": per_binade, "points": points, "format": formats or None}.items():
         if value is not None and kind not in _OWNERS[name]:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} does not apply to --kind {kind}: it is for {' and '.join(_OWNERS[name])}")
-    return DistributionOptions(
+    return Options(
         bins=_checked("bins", 64 if bins is None else bins, most=MAX_BINS),
         per_binade=_checked("per_binade", 1 if per_binade is None else per_binade, most=MAX_PER_BINADE),
         points=_checked("points", 101 if points is None else points, most=MAX_BINS),
@@ -183,7 +181,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistributionOptions:
+class Options:
     """The options of all kinds."""
 
     bins: int
@@ -197,14 +195,14 @@ class DistributionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DistributionTable:
+class Answer:
     """The table that a kind creates from a digest."""
 
     title: str
     """Title of the distribution."""
     columns: tuple[Column, ...]
     """The columns of the table."""
-    rows: Callable[[Digest, DistributionOptions], Rows]
+    rows: Callable[[Digest, Options], Rows]
     """The rows for one digest; none if there is nothing to show."""
 
 
@@ -217,12 +215,12 @@ def _columns(*texts: str) -> tuple[Column, ...]:
     return tuple(columns)
 
 
-def _linear(digest: Digest, options: DistributionOptions) -> Rows:
+def _linear(digest: Digest, options: Options) -> Rows:
     bins = linear_bins(digest, options.bins)
     return _zipped(bins.edges[:-1], bins.edges[1:], bins.counts, bins.ratio(), bins.density(), bins.relative_density())
 
 
-def _normalised(digest: Digest, options: DistributionOptions) -> Rows:
+def _normalised(digest: Digest, options: Options) -> Rows:
     numbers = finite(digest)
     # Without values, these are NaN, and the comparison is false.
     if not numbers.minimum < numbers.maximum:
@@ -235,13 +233,13 @@ def _normalised(digest: Digest, options: DistributionOptions) -> Rows:
     return _zipped(*edges, bins.counts, bins.ratio(), bins.density(), density, bins.relative_density())
 
 
-def _log2(digest: Digest, options: DistributionOptions) -> Rows:
+def _log2(digest: Digest, options: Options) -> Rows:
     bins: Bins = log2_bins(digest, options.per_binade)
     counts = (bins.counts, bins.num_negative, bins.ratio())
     return _zipped(bins.edges[:-1], bins.edges[1:], *counts, bins.density(), bins.relative_density())
 
 
-def _exponents(digest: Digest, options: DistributionOptions) -> Rows:
+def _exponents(digest: Digest, options: Options) -> Rows:
     bins = log2_bins(digest)
     aligned = [held_by(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
     unscaled = [held_by(digest, row) for row in options.formats]
@@ -266,7 +264,7 @@ def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
     return [one.format for one in held if one.lowest_exponent <= exponent < one.lowest_normal_exponent]
 
 
-def _formats(digest: Digest, options: DistributionOptions) -> Rows:
+def _formats(digest: Digest, options: Options) -> Rows:
     for row in options.formats:
         yield (row.name, "none", *_held_cells(held_by(digest, row)))
         exponent = aligned_exponent(digest, row)
@@ -294,7 +292,7 @@ _FATES = {
 """What a format does to a value, and the heading in text."""
 
 
-def _normal(digest: Digest, options: DistributionOptions) -> Rows:
+def _normal(digest: Digest, options: Options) -> Rows:
     fit = fit_normal(digest, num_points=options.points)
     known = None if "complex" in digest.dtype else digest.statistics
     skewness, kurtosis = (None, None) if known is None else (known.skewness, known.kurtosis)
@@ -302,7 +300,7 @@ def _normal(digest: Digest, options: DistributionOptions) -> Rows:
     yield (*moments, fit.ks_distance, fit.ks_p_value, fit.qq_correlation)
 
 
-def _qq(digest: Digest, options: DistributionOptions) -> Rows:
+def _qq(digest: Digest, options: Options) -> Rows:
     fit = fit_normal(digest, num_points=options.points)
     return _zipped(fit.probabilities, fit.theoretical, fit.observed)
 
@@ -315,11 +313,11 @@ _EDGES = ("lower float from", "upper float to")
 _COUNT = ("count integer", "ratio ratio share in bins")
 _RELATIVE = "relative_density bar relative density"
 
-ANSWERS: Mapping[DistributionKind, DistributionTable] = {
-    DistributionKind.LINEAR: DistributionTable(
+ANSWERS: Mapping[DistributionKind, Answer] = {
+    DistributionKind.LINEAR: Answer(
         "histogram of the values", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear
     ),
-    DistributionKind.NORMALISED: DistributionTable(
+    DistributionKind.NORMALISED: Answer(
         "histogram of the values, normalised to [0, 1]",
         _columns(
             "normalised.lower float from",
@@ -333,7 +331,7 @@ ANSWERS: Mapping[DistributionKind, DistributionTable] = {
         ),
         _normalised,
     ),
-    DistributionKind.LOG2: DistributionTable(
+    DistributionKind.LOG2: Answer(
         "histogram of the values in binades",
         (
             *_columns(*_EDGES, _COUNT[0], "negative integer negative", _COUNT[1]),
@@ -342,7 +340,7 @@ ANSWERS: Mapping[DistributionKind, DistributionTable] = {
         ),
         _log2,
     ),
-    DistributionKind.EXPONENTS: DistributionTable(
+    DistributionKind.EXPONENTS: Answer(
         "values by power of two",
         _columns(
             "exponent integer",
@@ -355,7 +353,7 @@ ANSWERS: Mapping[DistributionKind, DistributionTable] = {
         ),
         _exponents,
     ),
-    DistributionKind.FORMATS: DistributionTable(
+    DistributionKind.FORMATS: Answer(
         "values in each format",
         _columns(
             "format text",
@@ -372,7 +370,7 @@ ANSWERS: Mapping[DistributionKind, DistributionTable] = {
         ),
         _formats,
     ),
-    DistributionKind.NORMAL: DistributionTable(
+    DistributionKind.NORMAL: Answer(
         "normal distribution fitted to the values",
         _columns(
             "finite integer",
@@ -386,7 +384,7 @@ ANSWERS: Mapping[DistributionKind, DistributionTable] = {
         ),
         _normal,
     ),
-    DistributionKind.QQ: DistributionTable(
+    DistributionKind.QQ: Answer(
         "quantiles of the values and of the fitted normal distribution",
         _columns("probability float", "theoretical float fitted", "observed float observed"),
         _qq,

@@ -165,7 +165,16 @@ class _ReplayQuestion:
 
     def left_out(self, records: Records) -> Table:
         """The table of products that cannot be replayed."""
-        return _left_out_table(without_unknown(self._calls(records), engine=self.engine))
+        calls = without_unknown(self._calls(records), engine=self.engine)
+        return Table(
+            title=f"{len(calls.left_out)} products that cannot be computed again from the records",
+            columns=(
+                *(key_column(field, is_detail=field in _DETAILS) for field in CALL_FIELDS),
+                Column(name="product", kind=Kind.TEXT, is_key=True),
+                Column(name="reason", kind=Kind.TEXT),
+            ),
+            rows=tuple((*one.key, one.product, one.reason) for one in calls.left_out),
+        )
 
     def table(self, records: Records) -> Table:
         """The table of the errors of products."""
@@ -427,19 +436,6 @@ def _counted(counts: Counter[str]) -> str:
     named = [printable(f"{name} ({count})") for name, count in counts.most_common(_MAX_NAMED)]
     rest = len(counts) - len(named)
     return ", ".join(named) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _left_out_table(calls: RecordedCalls) -> Table:
-    """The table of products that cannot be replayed."""
-    return Table(
-        title=f"{len(calls.left_out)} products that cannot be computed again from the records",
-        columns=(
-            *(key_column(field, is_detail=field in _DETAILS) for field in CALL_FIELDS),
-            Column(name="product", kind=Kind.TEXT, is_key=True),
-            Column(name="reason", kind=Kind.TEXT),
-        ),
-        rows=tuple((*one.key, one.product, one.reason) for one in calls.left_out),
-    )
 
 
 _DETAILS = ("attempt", "mode", "layer_stack", "component")

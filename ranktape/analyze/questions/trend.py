@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ranktape.analyze.engine.metrics import Metric, parse_metric
 from ranktape.analyze.engine.numbers import group_metrics
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.findings.survey import SITE
-from ranktape.analyze.identity import Groups, group_columns, group_records, with_stacks, words
+from ranktape.analyze.identity import group_columns, group_records, with_stacks, words
 from ranktape.analyze.table import Column, Kind, Table, TableRows, number_cells
 from ranktape.errors import UsageError
 from ranktape.storage import Records
@@ -63,7 +64,8 @@ def trend(
         raise UsageError("a trend needs a metric: give one, such as absmax")
     fields = course_fields(records, by)
     groups = group_records(records, by=(*fields, "iteration"))
-    metrics_of_groups = _found(records, groups, chosen, view=view or View.COMPUTE, engine=engine)
+    numbers = group_metrics(records, groups, chosen, view=view or View.COMPUTE, engine=engine)
+    metrics_of_groups = list(TableRows([number_cells(numbers.column(one.name), kind=one.kind) for one in chosen]))
     courses: dict[tuple[Any, ...], list[int]] = {}
     for number, key in enumerate(groups.keys):
         courses.setdefault(tuple(key[field] for field in fields), []).append(number)
@@ -85,14 +87,6 @@ def trend(
         return Table(title=f"how {named} changes over the iterations", columns=columns, rows=tuple(summaries))
     columns = (*_group_columns(fields), *_COURSE, *(column for one in chosen for column in _metric_columns(one)))
     return Table(title=f"{named} over the iterations", columns=columns, rows=tuple(rows))
-
-
-def _found(
-    records: Records, groups: Groups, chosen: Sequence[Metric], *, view: View, engine: Engine | None
-) -> list[tuple[float | None, ...]]:
-    """The metrics of each group."""
-    known = group_metrics(records, groups, chosen, view=view, engine=engine)
-    return list(TableRows([number_cells(known.column(one.name), kind=one.kind) for one in chosen]))
 
 
 def course_fields(records: Records, by: Sequence[str] = ()) -> tuple[str, ...]:
@@ -126,13 +120,9 @@ _SUMMARY = (
 
 def _group_columns(fields: Sequence[str]) -> tuple[Column, ...]:
     return tuple(
-        column if column.name not in _DETAILS or len(fields) < len(SITE) - 1 else _detail(column)
+        replace(column, is_detail=column.name in _DETAILS and len(fields) >= len(SITE) - 1)
         for column in group_columns(fields)[:-1]
     )
-
-
-def _detail(column: Column) -> Column:
-    return Column(name=column.name, kind=column.kind, is_key=True, is_detail=True)
 
 
 def _metric_columns(one: Metric) -> tuple[Column, ...]:
