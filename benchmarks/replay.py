@@ -29,7 +29,7 @@ from ranktape.analyze.engine.engine import Engine, keep_freed_memory
 from ranktape.analyze.engine.executors import end_executors
 from ranktape.analyze.numerics.pieces import num_threads, share_cores
 from ranktape.analyze.numerics.products import replay_products
-from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, one_operand
+from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, named_operand
 from ranktape.analyze.numerics.recipes.recipe import Recipe
 from ranktape.analyze.numerics.recipes.words import parse_recipes
 from ranktape.analyze.replays.replayed import replay_calls
@@ -74,10 +74,10 @@ def distinct_operands(operands: Tensors, recipes: list[Recipe]) -> list[Callable
     passes: dict[str, Callable[[], QuantizedOperand]] = {}
 
     def kept(product: Any, name: str, x: torch.Tensor, *, seed: int) -> QuantizedOperand:
-        passes[f"{product} {name} {x.stride()} {seed}"] = lambda: one_operand(product, name, x, seed=seed)
-        return one_operand(product, name, x, seed=seed)
+        passes[f"{product} {name} {x.stride()} {seed}"] = lambda: named_operand(product, name, x, seed=seed)
+        return named_operand(product, name, x, seed=seed)
 
-    with patch("ranktape.analyze.numerics.products.one_operand", kept):
+    with patch("ranktape.analyze.numerics.products.named_operand", kept):
         replay_products(operands, recipes)
     return list(passes.values())
 

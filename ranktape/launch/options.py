@@ -199,10 +199,10 @@ class Quantization:
 
     def recipes_of(self, linears: Mapping[str, nn.Module], others: Mapping[str, str]) -> dict[str, Recipe]:
         """The recipes of the plain linear layers of a model that are quantised."""
-        from ranktape.analyze.numerics.quantization.quantized_layers import recipes_of_layers
+        from ranktape.analyze.numerics.quantization.quantized_layers import layer_recipes
 
         if self.plan is not None:
             return self.plan.recipes_of(linears, others=others)
         assert self.recipe is not None, "there is a recipe where there is no plan"
         # The baseline also rounds a training in float32.
-        return recipes_of_layers(self.recipe, linears, keeps_bf16=not self.is_baseline) if linears else {}
+        return layer_recipes(self.recipe, linears, keeps_bf16=not self.is_baseline) if linears else {}

@@ -104,7 +104,7 @@ class Quantizer:
 
     def _quantize(self, model: nn.Module) -> None:
         from ranktape.analyze.numerics.quantization.quantized_layers import (
-            inside_words,
+            attention_warning,
             is_plain_linear,
             quantize_layers,
         )
@@ -130,7 +130,7 @@ class Quantizer:
             linears = wide
         recipes = quantization.recipes_of(linears, others)
         if quantization.plan is not None and (inside := quantization.plan.inside_attention(others)):
-            say(f"{quantization.tag}: {inside_words(inside)}")
+            say(f"{quantization.tag}: {attention_warning(inside)}")
         num_quantized = len(quantize_layers(linears, recipes, first_stream=self._num_layers))
         self._num_layers += num_quantized
         if num_quantized:

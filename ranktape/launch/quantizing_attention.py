@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranktape.analyze.numerics.quantization.quantized_product import Draws, as_written, quantized_attention
+from ranktape.analyze.numerics.quantization.quantized_product import Draws, not_compiled, quantized_attention
 from ranktape.capture.hooks.hook import Around, replace
 from ranktape.capture.roles.known import ATTENTION, HUGGING_FACE_ATTENTION
 from ranktape.capture.roles.table import Argument, FunctionRole, ports_of
@@ -113,7 +113,7 @@ class _QuantizedAttention(Around):
         self.arguments: tuple[Argument, ...] = ports_of(role).arguments
         self._quantizer = quantizer
 
-    @as_written
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function through the quantiser."""
         return self._quantizer.call(self, args, kwargs)

@@ -10,16 +10,16 @@ from typing import Any
 from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.identity import SampleName
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS
-from ranktape.analyze.replays.calls import calls_of, is_attention
+from ranktape.analyze.replays.calls import is_attention, select_calls
 from ranktape.analyze.replays.computable import CALL_FIELDS, Key
 from ranktape.analyze.replays.tasks import (
     CallTask,
     CallTasks,
     UnknownFormError,
-    bias_of,
-    layers_of,
+    output_bias,
     read_attention,
     read_call,
+    split_experts,
 )
 from ranktape.errors import DataError, IncompleteTensorError, ReplicaMismatchError
 from ranktape.storage import Records
@@ -65,7 +65,7 @@ def recompute(records: Records) -> Iterator[Recomputed]:
         StorageError: the store cannot be read.
         WorkersError: the processes or the cluster cannot be had, or were lost.
     """
-    calls = calls_of(records, has_attention=True, is_wide=False)
+    calls = select_calls(records, has_attention=True, is_wide=False)
     recorded = set(zip(*(calls.records.column(name).tolist() for name in (*CALL_FIELDS, "tensor_name")), strict=True))
     for one in calls.left_out:
         if (*one.key, one.product) in recorded:
@@ -121,13 +121,13 @@ def _linear(task: CallTask) -> dict[str, Agreement]:
     call = task.call
     compared = [product for product, why in call.products.items() if not why and product in call.rows]
     worst: dict[str, Agreement] = {}
-    for tensors in layers_of(read_call(task)[0]):
+    for tensors in split_experts(read_call(task)[0]):
         operands = {name: tensors[name] for product in compared for name in PRODUCTS[product]}
         agreements = linear_agreements(
             operands,
             {product: tensors[product] for product in compared},
             compute_dtype=max((one.dtype for one in operands.values()), key=lambda dtype: torch.finfo(dtype).eps),
-            bias=bias_of(tensors, is_known=call.is_bias_known) if "output" in compared else None,
+            bias=output_bias(tensors, is_known=call.is_bias_known) if "output" in compared else None,
             num_parts=max(map(len, call.rows.values())),
         )
         for one in agreements:

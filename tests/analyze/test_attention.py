@@ -258,7 +258,7 @@ def test_a_mask_that_was_not_recorded_is_known_by_the_output(form: AttentionForm
     operands = operands_of(groups=2, dtype=torch.bfloat16)
     output = recorded_output(operands, form)
     assert find_form(said, operands, output=output, compute_dtype=torch.bfloat16) == form
-    with pytest.raises(UnknownFormError, match="its mask was not recorded, and neither was its output"):
+    with pytest.raises(UnknownFormError, match="neither its mask nor its output"):
         find_form(said, operands, output=None, compute_dtype=torch.bfloat16)
 
 
@@ -275,7 +275,7 @@ def test_windows_and_alignments_are_known_by_the_output() -> None:
 
 def test_what_cannot_be_computed_again_is_said() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"dropout": 0.1}, r"it drops out at random \(dropout 0.1\)"),
+        ({"dropout": 0.1}, r"it uses random dropout \(0.1\)"),
         ({"cap": 50.0}, r"its scores are capped \(cap 50.0\)"),
         ({"scale": "Tensor"}, "its scale was not recorded as a number, but as 'Tensor'"),
         ({"scale": [1.0]}, r"its scale was not recorded as a number, but as \[1.0\]"),

@@ -16,7 +16,7 @@ from ranktape.analyze.numerics.histograms import block_histogram
 from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS
 from ranktape.analyze.numerics.histograms.block_histogram import (
     CUTS,
-    OUTSIDE_CELLS,
+    EXCLUDED,
     BlockHistogram,
     count_blocks,
     count_few_cells,
@@ -57,7 +57,7 @@ def counted_one_by_one(
 ) -> tuple[Counter[Key], dict[str, int]]:
     """The twin: a dictionary of (exponent, class, magnitude), and what is counted apart."""
     cells: Counter[Key] = Counter()
-    apart = dict.fromkeys(OUTSIDE_CELLS, 0)
+    apart = dict.fromkeys(EXCLUDED, 0)
     with np.errstate(invalid="ignore"):
         lines = np.moveaxis(array.astype(np.float64), axis, -1)
     for line in lines.reshape(math.prod(lines.shape[:-1]), lines.shape[-1]).tolist():
@@ -86,14 +86,14 @@ def as_dictionary(histogram: BlockHistogram) -> tuple[Counter[Key], dict[str, in
     cells: Counter[Key] = Counter()
     for exponent, passed, value, number in zip(*(column.tolist() for column in columns), strict=True):
         cells[exponent, passed, value] += number
-    return cells, {name: getattr(histogram, name) for name in OUTSIDE_CELLS}
+    return cells, {name: getattr(histogram, name) for name in EXCLUDED}
 
 
 def parts_of(histogram: BlockHistogram) -> dict[str, bytes | int]:
     """Everything that is counted, to be compared bit for bit."""
     columns = ("exponents", "classes", "magnitudes", "counts")
     return {name: getattr(histogram, name).tobytes() for name in columns} | {
-        name: getattr(histogram, name) for name in OUTSIDE_CELLS
+        name: getattr(histogram, name) for name in EXCLUDED
     }
 
 
@@ -202,7 +202,7 @@ def test_scales_follow_from_the_cells_for_every_maximum(dtype: str, rule: ScaleR
     np.testing.assert_array_equal(histogram.values, largest)
     for name in ELEMENTS:
         element = FORMATS[name]
-        assert histogram.answers(rule, element)
+        assert histogram.supports(rule, element)
         clamped = np.clip(histogram.scale_exponents(rule, element) + 1, -127, 127)
         np.testing.assert_array_equal(clamped, scale_exponents(largest, rule=rule, element=element, offset=1))
 
@@ -210,8 +210,8 @@ def test_scales_follow_from_the_cells_for_every_maximum(dtype: str, rule: ScaleR
 def test_what_the_classes_do_not_tell_is_refused() -> None:
     histogram = count_blocks(np.ones(4, dtype=np.float16))
     element = FORMATS["fp8_e3m4"]
-    assert histogram.answers(ScaleRule.FLOOR, element)
-    assert not histogram.answers(ScaleRule.EVEN, element)
+    assert histogram.supports(ScaleRule.FLOOR, element)
+    assert not histogram.supports(ScaleRule.EVEN, element)
     with pytest.raises(UsageError, match="do not tell the scales of rule even for elements of fp8_e3m4"):
         histogram.scale_exponents(ScaleRule.EVEN, element)
 

@@ -283,9 +283,9 @@ def test_counts_that_were_kept_answer_as_the_values_do() -> None:
 
 def test_counts_that_do_not_answer_say_so() -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("mxfp8_e4m3", {}, "counts of blocks of 4 do not answer mxfp8_e4m3 with blocks of 32"),
-        ("nvfp4", {"block_size": 4}, "counts of blocks of 4 do not answer nvfp4"),
-        ("fp8_e4m3", {}, "do not answer mode tensor"),
+        ("mxfp8_e4m3", {}, "counts of blocks of 4 are not sufficient for mxfp8_e4m3 with blocks of 32"),
+        ("nvfp4", {"block_size": 4}, "counts of blocks of 4 are not sufficient for nvfp4"),
+        ("fp8_e4m3", {}, "are not sufficient for mode tensor"),
     ]
     for format_name, options, message in cases:
         counted = count_blocks(special("bfloat16"), block_size=4)

@@ -16,7 +16,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.engine.metrics import CACHED_METRICS, NUMBERS
 from ranktape.analyze.engine.values import View
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS, Digest
-from ranktape.analyze.numerics.histograms.histogram import KINDS, own_limits, scan
+from ranktape.analyze.numerics.histograms.histogram import KINDS, dtype_limits, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import DataError
@@ -58,7 +58,7 @@ def digest_of_array(folder: Path, array: Array, **fields: Any) -> Digest:
 
 def check_digest(digest: Digest, array: Array, *, sample_dim: int | None) -> None:
     """Compare a digest with the array that it is of."""
-    limits = own_limits(array.dtype)
+    limits = dtype_limits(array.dtype)
     tallies = scan(array, limits=limits)
     assert [getattr(digest.tallies, kind) for kind in KINDS] == [getattr(tallies, kind) for kind in KINDS]
     assert [getattr(digest.tallies, end) for end in ENDS] == [getattr(tallies, end) for end in ENDS]
@@ -91,7 +91,7 @@ def check_statistics(digest: Digest, array: Array) -> None:
 
 def check_sample(figures: dict[str, float], sample: Array) -> None:
     """Compare the figures of a sample with the sample."""
-    tallies, statistics = scan(sample, limits=own_limits(sample.dtype)), statistics_of(sample)
+    tallies, statistics = scan(sample, limits=dtype_limits(sample.dtype)), statistics_of(sample)
     for name, found in figures.items():
         expected = getattr(tallies if name in KINDS else statistics, name)
         if expected is None:

@@ -14,7 +14,7 @@ import scipy.spatial.distance  # type: ignore[import-untyped]  # it has no types
 import scipy.stats  # type: ignore[import-untyped]  # it has no types
 
 from ranktape.analyze.engine.digests import digests, merge_digests
-from ranktape.analyze.numerics.digest import KEPT_CELLS, MAX_RANK_ERROR, Digest
+from ranktape.analyze.numerics.digest import MAX_RANK_ERROR, SUMMARY_CELLS, Digest
 from ranktape.analyze.numerics.distributions import (
     NARROW_FORMATS,
     aligned_exponent,
@@ -22,7 +22,7 @@ from ranktape.analyze.numerics.distributions import (
     count_between,
     distance,
     fit_normal,
-    held_by,
+    format_range,
     linear_bins,
     log2_bins,
 )
@@ -141,7 +141,7 @@ def test_of_many_wide_values_ranks_are_within_the_bound(name: str, dtype: str) -
     ranks = np.searchsorted(ascending, numbers, side="right") / values.size
     for digest in found:
         # All were kept only of the discrete one, and of what float32 has so few numbers for.
-        assert digest.is_exact == (np.unique(values).size <= 2 * KEPT_CELLS)
+        assert digest.is_exact == (np.unique(values).size <= 2 * SUMMARY_CELLS)
         assert digest.counts.sum() == values.size
         assert np.isin(digest.values, ascending).all()
         assert (digest.values[0], digest.values[-1]) == (ascending[0], ascending[-1])
@@ -189,7 +189,7 @@ def assert_occupancy(array: Array, digest: Digest) -> None:
     assert {exponent: count for exponent, count in found.items() if count} == expected
     assert binades(occupied).tolist() == (list(range(min(expected), max(expected) + 1)) if expected else [])
     for row in (FORMATS["fp8_e4m3"], FORMATS["hif8"]):
-        assert held_by(digest, row, 3).num_elements == array.size
+        assert format_range(digest, row, 3).num_elements == array.size
 
 
 def test_what_a_format_holds_is_what_rounding_keeps() -> None:
@@ -200,7 +200,7 @@ def test_what_a_format_holds_is_what_rounding_keeps() -> None:
         for exponent in (0, -7, 5, *(() if aligned is None else (aligned,))):
             scaled = values / 2.0**exponent
             rounded = np.abs(round_to(scaled, target=row))
-            held = held_by(digest, row, exponent)
+            held = format_range(digest, row, exponent)
             is_over = np.abs(scaled) >= row.overflow_start
             assert (rounded[is_over] == row.maximum).all()
             assert held.above == is_over.sum()
@@ -218,7 +218,7 @@ def test_what_a_format_holds_is_what_rounding_keeps() -> None:
             largest = np.abs(values).max()
             assert largest <= row.maximum * 2.0**aligned
             assert largest > row.maximum * 2.0 ** (aligned - 1)
-            assert held_by(digest, row, aligned).above == 0
+            assert format_range(digest, row, aligned).above == 0
 
 
 @EVERY_REAL
@@ -348,7 +348,7 @@ def test_mixed_types_are_one_distribution() -> None:
     arrays = [filled(dtype, (30, 40), filling="normal") for dtype in ("bfloat16", "float32", "int8", "complex64")]
     together = merge_digests(digests_from_columns(arrays))
     values = np.concatenate([finite_of(array) for array in arrays])
-    assert held_by(together, FORMATS["bf16"]).num_elements == values.size
+    assert format_range(together, FORMATS["bf16"]).num_elements == values.size
     assert linear_bins(together, 10).num_values == values.size
     assert fit_normal(together).num_values == values.size
 

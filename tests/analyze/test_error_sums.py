@@ -121,7 +121,7 @@ def test_a_rest_is_added_exactly() -> None:
     reference, high, low = (torch.from_numpy(part) for part in (*pair(6000), pair(6000, seed=1)[1]))
     high, low = high.bfloat16(), (low * 1e-3).bfloat16()
     plain = error_sums(reference.double(), (high.double() + low.double()))
-    assert error_sums(reference, high, rest=low).to_array() == pytest.approx(plain.to_array(), rel=1e-5)
+    assert error_sums(reference, high, residual=low).to_array() == pytest.approx(plain.to_array(), rel=1e-5)
 
 
 def test_layouts_and_types_are_taken_as_float32() -> None:

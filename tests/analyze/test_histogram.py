@@ -25,8 +25,8 @@ from ranktape.analyze.numerics.histograms.histogram import (
     Histogram,
     Limits,
     count_values,
+    dtype_limits,
     measure,
-    own_limits,
     pattern_values,
     scan,
 )
@@ -96,7 +96,7 @@ def test_scan_equals_its_twin_at_the_limits_of_the_dtype_and_of_a_format(name: s
     sample_dim = data.draw(st.none() if not array.ndim else st.one_of(st.none(), st.integers(0, array.ndim - 1)))
     row = data.draw(st.sampled_from(list(FORMATS.values())))
     of_format = Limits(overflow_start=row.overflow_start, min_normal=row.min_normal, flush_limit=row.flush_limit)
-    for limits in (own_limits(array.dtype), of_format):
+    for limits in (dtype_limits(array.dtype), of_format):
         tallies = scan(array, limits=limits, sample_dim=sample_dim)
         found = {field: getattr(tallies, field) for field in tallies.__dataclass_fields__}
         assert found == counted(array, limits=limits, sample_dim=sample_dim)
@@ -104,7 +104,7 @@ def test_scan_equals_its_twin_at_the_limits_of_the_dtype_and_of_a_format(name: s
 
 @given(array=arrays())
 def test_measure_says_what_scan_counts(array: Array) -> None:
-    twin = counted(array, limits=own_limits(array.dtype), sample_dim=None)
+    twin = counted(array, limits=dtype_limits(array.dtype), sample_dim=None)
     numbers = [value for value in (twin["minimum"], twin["maximum"]) if value is not None]
     assert measure(array, sample_dim=None) == Overflow(
         **{kind: ElementTally(count=twin[kind], ratio=twin[kind] / max(1, array.size)) for kind in TALLY_KINDS},
@@ -136,10 +136,10 @@ def test_counts_are_whole_beyond_a_block(name: str, size: int) -> None:
     """A block counts in integers as narrow as the elements; none may run over."""
     dtype = DTYPES[name].numpy_dtype
     for value, kind in ((np.nan, "nan"), (np.inf, "upper"), (-np.inf, "lower"), (0.0, "zero")):
-        tallies = scan(np.full(size, value).astype(dtype), limits=own_limits(dtype))
+        tallies = scan(np.full(size, value).astype(dtype), limits=dtype_limits(dtype))
         assert getattr(tallies, kind) == size
     signed = np.dtype(f"i{dtype.itemsize}")
-    tallies = scan(np.ones(size, dtype=signed).view(dtype), limits=own_limits(dtype))
+    tallies = scan(np.ones(size, dtype=signed).view(dtype), limits=dtype_limits(dtype))
     assert (tallies.underflow, tallies.flushed, tallies.zero) == (size, 0, 0)
 
 

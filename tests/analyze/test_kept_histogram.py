@@ -19,8 +19,8 @@ from ranktape.analyze.numerics.histograms.block_counts import (
     pack_histogram,
     unpack_blocks,
 )
-from ranktape.analyze.numerics.histograms.block_histogram import CELLS, OUTSIDE_CELLS, count_blocks
-from ranktape.analyze.numerics.histograms.histogram import count_values, own_limits, scan, scan_histogram
+from ranktape.analyze.numerics.histograms.block_histogram import CELLS, EXCLUDED, count_blocks
+from ranktape.analyze.numerics.histograms.histogram import count_values, dtype_limits, scan, scan_histogram
 from ranktape.analyze.views.plots.table import PLOTS
 from ranktape.analyze.views.plots.write import write_one
 from ranktape.capture.writing.counting import kept_nbytes, reduce_to
@@ -119,9 +119,7 @@ def test_the_blocks_are_those_of_the_values(
     assert (ours.axis, ours.dtype, ours.block_size, ours.cuts) == (axis, theirs.dtype, 32, theirs.cuts)
     for name in CELLS:
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), strict=True)
-    assert {name: getattr(ours, name) for name in OUTSIDE_CELLS} == {
-        name: getattr(theirs, name) for name in OUTSIDE_CELLS
-    }
+    assert {name: getattr(ours, name) for name in EXCLUDED} == {name: getattr(theirs, name) for name in EXCLUDED}
     assert ours.num_elements == values.size
 
 
@@ -163,7 +161,7 @@ def test_a_histogram_of_another_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_histogram_is_scanned_as_its_array() -> None:
     for dtype in [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.int16, np.uint8]:
         array = np.random.default_rng(2).integers(0, 256, 4096, dtype=np.uint8).view(np.dtype(dtype))
-        limits = own_limits(array.dtype)
+        limits = dtype_limits(array.dtype)
         assert repr(scan_histogram(count_values(array), limits=limits)) == repr(scan(array, limits=limits))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ranktape.analyze import quantize
 from ranktape.analyze.numerics.formats import decode
-from ranktape.analyze.numerics.pieces import numbers_of
+from ranktape.analyze.numerics.pieces import as_array
 from ranktape.analyze.numerics.quantization.encoded import Quantized
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operand
 from ranktape.analyze.numerics.quantization.quantizer import rotated
@@ -59,7 +59,7 @@ def is_bf16(values: torch.Tensor) -> bool:
     return torch.equal(values.to(torch.bfloat16).to(torch.float32).nan_to_num(7.0), values.nan_to_num(7.0))
 
 
-def whole(operand: QuantizedOperand) -> torch.Tensor:
+def dequantized(operand: QuantizedOperand) -> torch.Tensor:
     factor = operand.factor
     return operand.values.float() * (factor[:, None] if isinstance(factor, torch.Tensor) else factor)
 
@@ -76,7 +76,7 @@ def test_values_are_codes_times_the_scales_of_blocks_and_exact_in_bf16() -> None
             assert found.is_bf16
             assert is_bf16(found.values)
             # What is rounded once more is the product of NVFP4's two scales.
-            torch.testing.assert_close(whole(found), expected.values, rtol=2.0**-22, atol=0)
+            torch.testing.assert_close(dequantized(found), expected.values, rtol=2.0**-22, atol=0)
 
 
 def test_a_factor_for_each_row_or_for_all_is_left_out() -> None:
@@ -109,7 +109,7 @@ def test_what_has_more_bits_than_bf16_says_so() -> None:
 def spread_of_means(matrix: torch.Tensor, num_draws: int, **options: Any) -> float:
     """The root mean square error of the mean of so many draws, times the root of their number."""
     seeds = range(num_draws) if options["rounding"] == "stochastic" else [None] * num_draws
-    draws = [whole(quantized_operand(matrix, seed=seed, **options)).double() for seed in seeds]
+    draws = [dequantized(quantized_operand(matrix, seed=seed, **options)).double() for seed in seeds]
     errors = torch.stack(draws).mean(0) - matrix.double()
     return float(errors.square().mean().sqrt()) * math.sqrt(num_draws)
 
@@ -132,9 +132,9 @@ def test_a_rotated_operand_stays_rotated_whatever_shares_a_scale() -> None:
     cases: list[tuple[str | None, Any]] = [(None, {}), *(("fp16", {"scaling": word}) for word in ("tensor", "channel"))]
     for scheme, options in cases:
         sides = [quantized_operand(x, scheme, rotation=16, rotation_seed=2, **options) for x in (one, other)]
-        turned = whole(sides[0]).double() @ whole(sides[1]).double().T
+        turned = dequantized(sides[0]).double() @ dequantized(sides[1]).double().T
         torch.testing.assert_close(turned, product, rtol=1e-3, atol=1e-2 * float(product.abs().max()))
-        assert not torch.equal(whole(sides[0]), one)
+        assert not torch.equal(dequantized(sides[0]), one)
     expected = rotated(one, axis=1, size=16, seed=2)
     assert torch.equal(quantized_operand(one, rotation=16, rotation_seed=2).values, expected)
 
@@ -184,6 +184,6 @@ def test_the_memory_of_what_was_read_can_be_freed() -> None:
         matrix = numbers(8, 32).to(dtype)
         quantized_operand(matrix, "mxfp4")
         quantize(matrix, "mxfp4", warn=False)
-        numbers_of(matrix)
+        as_array(matrix)
         # FSDP frees parameters so; after `Tensor.numpy` that is an error.
         matrix.untyped_storage().resize_(0)

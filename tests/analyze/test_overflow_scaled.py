@@ -47,7 +47,7 @@ KINDS = [
 ]
 
 
-def tensor_of(kind: tuple[str, str, int], **fields: Any) -> Any:
+def array_to_tensor(kind: tuple[str, str, int], **fields: Any) -> Any:
     """A tensor of a kind, with samples."""
     dtype, compute, shift = kind
     values = wide_range(np.dtype(dtype), seed=7, shift=shift)
@@ -58,7 +58,7 @@ def tensor_of(kind: tuple[str, str, int], **fields: Any) -> Any:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A tensor of each kind."""
     folder = tmp_path_factory.mktemp("run")
-    return store(folder, [tensor_of(kind, layer_idx=index) for index, kind in enumerate(KINDS)])
+    return store(folder, [array_to_tensor(kind, layer_idx=index) for index, kind in enumerate(KINDS)])
 
 
 def judged(record: Any) -> Array:
@@ -130,7 +130,7 @@ def test_all_scalings_see_the_same_extremes(run: Run) -> None:
 
 
 def test_a_kept_histogram_knows_its_blocks(tmp_path: Path) -> None:
-    tensor = tensor_of(KINDS[0])
+    tensor = array_to_tensor(KINDS[0])
     pair = [store(tmp_path / "a", [tensor]), store(tmp_path / "b", [kept_as_histogram(tensor)])]
     options: dict[str, Any] = {"format": ["fp8_e4m3", "mxfp4"], "scaling": ["none", "tensor", "block"]}
     ours, theirs = (overflow(one.select(), **options).rows for one in pair)
@@ -327,7 +327,7 @@ def _store(folder: Path, tensors: Any) -> Any:
 
 def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    store(folder, [tensor_of(kind, layer_idx=index) for index, kind in enumerate(KINDS)])
+    store(folder, [array_to_tensor(kind, layer_idx=index) for index, kind in enumerate(KINDS)])
     options: dict[str, Any] = {"format": ["fp8_e4m3", "bf16", "nvfp4"], "scaling": ["tensor", "block"]}
     records = open_run(folder).select()
     alone = overflow(records, engine=Engine(use_cache=False), **options)

@@ -20,13 +20,13 @@ from ranktape.analyze.numerics.pieces import (
     MAX_THREADS,
     RUN,
     Box,
+    as_array,
+    as_three_dims,
     boxes,
-    by_memory,
-    each,
     grouped_shape,
-    in_three,
+    map_in_threads,
+    memory_order,
     num_threads,
-    numbers_of,
     pieces,
 )
 from ranktape.errors import UsageError
@@ -65,13 +65,13 @@ def test_no_block_is_cut() -> None:
 
 def test_axes_in_the_order_of_memory_are_no_copy() -> None:
     array: Any = np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)
-    ordered, axis = by_memory(array, axis=0)
+    ordered, axis = memory_order(array, axis=0)
     assert ordered.flags.c_contiguous
     assert np.shares_memory(ordered, array)
     assert (ordered.shape, axis) == ((2, 3, 4), 2)
-    assert in_three(ordered, axis=1).shape == (2, 3, 4)
-    assert in_three(ordered, axis=axis).shape == (6, 4, 1)
-    assert np.shares_memory(in_three(ordered, axis=axis), array)
+    assert as_three_dims(ordered, axis=1).shape == (2, 3, 4)
+    assert as_three_dims(ordered, axis=axis).shape == (6, 4, 1)
+    assert np.shares_memory(as_three_dims(ordered, axis=axis), array)
 
 
 BOX_SIZE = 1 << 17
@@ -95,14 +95,14 @@ def test_boxes_hold_every_element_once_with_its_block(cut: tuple[tuple[int, ...]
     groups = np.zeros(grouped_shape(shape, axis=axis, block_size=block_size))
     for box in boxes(shape, axis=axis, block_size=block_size, box_size=box_size):
         assert box.size <= box_size
-        assert times[box.place].shape == box.shape
-        times[box.place] += 1
+        assert times[box.slices].shape == box.shape
+        times[box.slices] += 1
         before, count, length, after = box.shape_OBEI
         assert (before * count * length * after, count * length) == (box.size, box.shape[axis])
         assert groups[box.groups].size == before * count * after
         # Elements, sorted by the box into blocks, are those of the block that the box says.
         numbers = np.arange(box.groups[axis].start, box.groups[axis].stop).reshape(1, -1, 1, 1)
-        assert (block_of[box.place].reshape(box.shape_OBEI) == numbers).all()
+        assert (block_of[box.slices].reshape(box.shape_OBEI) == numbers).all()
     assert (times == 1).all()
 
 
@@ -127,15 +127,17 @@ def test_boxes_of_large_tensors_are_large_and_reach_far_along_memory() -> None:
 
 def test_results_are_in_the_order_of_the_items() -> None:
     for threads in [1, 2, 7, None]:
-        assert each(lambda item: item * item, range(20), threads=threads) == [item * item for item in range(20)]
-        assert each(str, [], threads=threads) == []
+        assert map_in_threads(lambda item: item * item, range(20), threads=threads) == [
+            item * item for item in range(20)
+        ]
+        assert map_in_threads(str, [], threads=threads) == []
 
 
 def test_two_threads_work_at_once_and_one_is_the_callers_own() -> None:
     both = threading.Barrier(2, timeout=20)
-    assert sorted(each(lambda _: both.wait(), [0, 1], threads=2)) == [0, 1]
-    assert each(lambda _: threading.get_ident(), [0, 1], threads=1) == [threading.get_ident()] * 2
-    assert each(lambda _: threading.get_ident(), [0], threads=8) == [threading.get_ident()]
+    assert sorted(map_in_threads(lambda _: both.wait(), [0, 1], threads=2)) == [0, 1]
+    assert map_in_threads(lambda _: threading.get_ident(), [0, 1], threads=1) == [threading.get_ident()] * 2
+    assert map_in_threads(lambda _: threading.get_ident(), [0], threads=8) == [threading.get_ident()]
 
 
 def test_what_the_work_raises_is_raised() -> None:
@@ -143,7 +145,7 @@ def test_what_the_work_raises_is_raised() -> None:
         raise KeyError(item)
 
     with pytest.raises(KeyError, match="0"):
-        each(fail, range(5), threads=3)
+        map_in_threads(fail, range(5), threads=3)
 
 
 def test_there_are_as_many_threads_as_cores_unless_they_are_named() -> None:
@@ -159,7 +161,7 @@ NUMBERS = [[1.5, -2.0], [float("nan"), -0.0]]
 def test_a_tensor_is_read_where_it_lies() -> None:
     for dtype in ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64"]:
         tensor = torch.tensor(NUMBERS).to(getattr(torch, dtype))
-        array = numbers_of(tensor.T)
+        array = as_array(tensor.T)
         assert array.dtype == np.array(NUMBERS, dtype=getattr(ml_dtypes, dtype, dtype)).dtype
         np.testing.assert_array_equal(array.astype(complex), np.array(NUMBERS).T.astype(complex))
         tensor[0, 0] = 0.5
@@ -168,27 +170,27 @@ def test_a_tensor_is_read_where_it_lies() -> None:
 
 def test_views_that_are_negated_or_conjugated_are_read_as_what_they_show() -> None:
     tensor = torch.tensor([1 + 2j])
-    assert numbers_of(tensor.conj()).tolist() == [1 - 2j]
-    assert numbers_of(tensor.conj().imag).tolist() == [-2]
-    assert numbers_of(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+    assert as_array(tensor.conj()).tolist() == [1 - 2j]
+    assert as_array(tensor.conj().imag).tolist() == [-2]
+    assert as_array(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
 
 
 def test_lists_and_numbers_are_arrays() -> None:
-    assert numbers_of([[1, 2], [3, 4]]).shape == (2, 2)
-    assert numbers_of(1.5).dtype == np.float64
-    assert numbers_of([]).size == 0
+    assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
+    assert as_array(1.5).dtype == np.float64
+    assert as_array([]).size == 0
 
 
 def test_the_order_of_bytes_changes_no_number() -> None:
     for dtype in [">f8", ">f4", ">f2", ">i4", ">c8"]:
-        array = numbers_of(np.arange(6).reshape(2, 3).astype(dtype))
+        array = as_array(np.arange(6).reshape(2, 3).astype(dtype))
         assert array.dtype.isnative
         assert array.tolist() == np.arange(6).reshape(2, 3).tolist()
 
 
 def test_an_array_is_not_copied() -> None:
     array = np.zeros((3, 4), dtype=ml_dtypes.bfloat16).T
-    assert np.shares_memory(numbers_of(array), array)
+    assert np.shares_memory(as_array(array), array)
 
 
 def test_what_holds_no_numbers_is_refused() -> None:
@@ -203,4 +205,4 @@ def test_what_holds_no_numbers_is_refused() -> None:
     ]
     for x, message in cases:
         with pytest.raises(UsageError, match=message):
-            numbers_of(x)
+            as_array(x)

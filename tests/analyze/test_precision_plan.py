@@ -106,7 +106,7 @@ def test_layers_that_stay_in_bf16_say_why(tmp_path: Path) -> None:
     run = _run(tmp_path)
     (first, second, third) = precision_plan(run.select(), recipe="mxfp4", target_sqnr=40).modules
     assert first.why is not None
-    assert first.why.startswith("no recipe holds 40 dB: mxfp4 comes nearest, with ")
+    assert first.why.startswith("no recipe reaches 40 dB: mxfp4 comes nearest, with ")
     exempt = Recipe(
         name="mine",
         source="",
@@ -129,7 +129,7 @@ def test_a_layer_that_cannot_be_computed_again_stays_in_bf16_with_the_reason(tmp
     }
     assert plan.multiply_adds == {}
     bare = store(tmp_path / "bare", call_tensors(call_arrays(), module="bare", without=["weight", "input"])).select()
-    with pytest.raises(NoRecordsError, match="of none of 1 linear layers a product can be computed again: no "):
+    with pytest.raises(NoRecordsError, match="no product of 1 linear layers can be computed again: no "):
         precision_plan(bare, recipe="mxfp8", target_sqnr=10)
 
 
@@ -143,7 +143,7 @@ def test_a_recipe_that_makes_nan_of_numbers_does_not_hold(tmp_path: Path) -> Non
     (one,) = precision_plan(records, recipe=["nvfp4", recipe], target_sqnr={"output": 5}).modules
     assert one.recipe.name == "nvfp4"
     (one,) = precision_plan(records, recipe=recipe, target_sqnr={"output": 5}).modules
-    assert one.why == "no recipe holds 5 dB: tiles leaves NaN or Inf in output, or it has no elements"
+    assert one.why == "no recipe reaches 5 dB: tiles leaves NaN or Inf in output, or it has no elements"
 
 
 def test_a_target_that_is_none_is_refused() -> None:

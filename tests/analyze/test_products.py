@@ -18,7 +18,7 @@ from ranktape.analyze.numerics.quantization.operand import (
     QuantizedOperand,
     difference_from,
     matrix_product,
-    one_operand,
+    named_operand,
     quantized_operand,
     quantized_operands,
 )
@@ -229,9 +229,9 @@ def test_operands_are_quantised_once_and_few_are_kept(monkeypatch: pytest.Monkey
 
     def counted(product: Any, name: str, x: torch.Tensor, *, seed: int) -> QuantizedOperand:
         made.append((name, x.stride(), product.operands[name]))
-        return one_operand(product, name, x, seed=seed)
+        return named_operand(product, name, x, seed=seed)
 
-    monkeypatch.setattr(products, "one_operand", counted)
+    monkeypatch.setattr(products, "named_operand", counted)
     operands = call()
     recipes = parse_recipes("bf16,fp8_tensor,nvfp4,mxfp8,mxfp8_e5m2_grad")
     many = [dataclasses.replace(one, name=f"{one.name}_{copy}") for one in recipes for copy in range(2)]
@@ -243,7 +243,7 @@ def test_operands_are_quantised_once_and_few_are_kept(monkeypatch: pytest.Monkey
             same = found[product, f"{one.name}_0"].exact
             assert same == found[product, f"{one.name}_1"].exact
         assert found[product, "bf16_0"].exact.sqnr == math.inf
-    monkeypatch.setattr(products, "MAX_KEPT", 2)
+    monkeypatch.setattr(products, "MAX_CACHED", 2)
     made.clear()
     assert by_name(replay_products(operands, many)) == found
     assert len(made) > 3 + 6 + 6 + 2
@@ -259,7 +259,7 @@ def test_no_operand_is_kept_after_its_last_product() -> None:
     kept = products._Operands(matrices, jobs=jobs)
     for job in dict.fromkeys(jobs):
         kept.of(job)
-    assert not kept._kept
+    assert not kept._cache
 
 
 def test_draws_are_pooled_and_differ() -> None:

@@ -145,7 +145,7 @@ def test_a_rotation_is_orthonormal_and_sylvesters_matrix() -> None:
             expected = scipy.linalg.hadamard(size) / np.sqrt(size) * rotation_signs(size, seed=seed)[:, None]
             np.testing.assert_allclose(turned.numpy(), expected, rtol=1e-15)
             np.testing.assert_allclose(turned @ turned.T, unit, atol=1e-14)
-            back = rotated(turned, axis=1, size=size, seed=seed, is_back=True)
+            back = rotated(turned, axis=1, size=size, seed=seed, is_inverse=True)
             np.testing.assert_allclose(back, unit, atol=1e-14)
     assert set(rotation_signs(64, seed=0).tolist()) == {1.0, -1.0}
     assert rotation_signs(64, seed=0).tolist() != rotation_signs(64, seed=1).tolist()
@@ -478,7 +478,7 @@ def test_an_option_that_cannot_be_is_refused() -> None:
         ("mxfp8_e4m3", {"block_size": 1.5}, "block_size is 1.5: give an integer"),
         ("mxfp8_e4m3", {"scaling": "tensor"}, "name its element format fp8_e4m3"),
         ("nvfp4", {"scaling": "tensor"}, "name its element format fp4_e2m1"),
-        ("nvfp4", {"scale_rule": "floor"}, "has a rule of its own"),
+        ("nvfp4", {"scale_rule": "floor"}, "has its own rule"),
         ("nvfp4", {"scale_bits": 5}, "scale_bits is 5"),
         ("fp8_e4m3", {"block_size": 32}, "scaling none has no blocks"),
         ("fp8_e4m3", {"scaling": "tensor", "block_size": 32}, "scaling tensor has no blocks"),
@@ -502,8 +502,8 @@ def test_an_option_that_cannot_be_is_refused() -> None:
         ("mxfp8", {"block_size": (0, 4)}, "a block has at least one element"),
         ("mxfp8", {"block_size": (4, 4), "axis": 0}, "tiles of 4 x 4 lie in the last two dimensions"),
         ("fp8_e4m3", {"scale_format": "fp32"}, "has no blocks: give scaling='block'"),
-        ("mxfp8", {"scale_format": "bf16"}, "holds no scales: use one of e8m0, fp8_e4m3, ue5m3, fp32"),
-        ("nvfp4", {"scale_format": "ue5m3"}, "has scales of its own: leave it out"),
+        ("mxfp8", {"scale_format": "bf16"}, "is no format of scales: use one of e8m0, fp8_e4m3, ue5m3, fp32"),
+        ("nvfp4", {"scale_format": "ue5m3"}, "has its own scales: leave it out"),
         ("mxfp8", {"scale_format": "fp32", "scale_rule": "floor"}, "scales in fp32 follow the rule exact"),
         ("mxfp8", {"scale_format": "fp32", "scale_bits": 5}, "has no scales that are such powers"),
         ("mxfp4", {"four_over_six": True}, "name nvfp4, or fp4_e2m1"),

@@ -218,7 +218,7 @@ def test_what_a_table_does_not_have_is_refused() -> None:
         ({"seed": 1}, "rounding stochastic is not one of nf4"),
         ({"rounding": "floor"}, "rounding floor is not one of nf4"),
         ({"saturate": False}, "nf4 has no infinity"),
-        ({"scaling": "tensor"}, "nf4 has blocks, and scaling is tensor: leave it out"),
+        ({"scaling": "tensor"}, "nf4 has blocks, so scaling cannot be tensor: leave it out"),
         ({"four_over_six": True}, "nf4 has none"),
     ]
     for options, message in cases:

@@ -201,7 +201,7 @@ def test_a_capture_records_what_the_products_are_computed_with(quant: str, runs:
         torch.testing.assert_close(wide_weight, layer.weight.detach().to(torch.bfloat16), rtol=0, atol=0)
         narrow = quantized_operands(product, wide_x.flatten(0, -2), wide_weight, seed=0)
         for found, operand in zip((x.flatten(0, -2), weight), narrow, strict=True):
-            torch.testing.assert_close(found, operand.whole().to(torch.bfloat16), rtol=0, atol=0)
+            torch.testing.assert_close(found, operand.dequantized().to(torch.bfloat16), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("quant", CAPTURED)
@@ -213,7 +213,7 @@ def test_the_recorded_gradients_are_those_of_the_products(quant: str, runs: Runs
     wide_x, wide_weight = records[name, "wide_input"].flatten(0, 1), records[name, "wide_weight"]
     for product, operands in (("grad_input", (grad, wide_weight.T)), ("grad_weight", (grad.T, wide_x.T))):
         narrow = quantized_operands(products[product], *operands, seed=0)
-        one, other = (operand.whole().to(torch.bfloat16) for operand in narrow)
+        one, other = (operand.dequantized().to(torch.bfloat16) for operand in narrow)
         found = records[name, product]
         torch.testing.assert_close(found.reshape(one.shape[0], -1), one @ other.T, rtol=0, atol=0)
 

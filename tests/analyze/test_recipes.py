@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from ranktape.analyze import quantize
-from ranktape.analyze.numerics.quantization.operand import one_operand, quantized_operands
+from ranktape.analyze.numerics.quantization.operand import named_operand, quantized_operands
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, OperandRecipe, ProductRecipe, Recipe, products_of
 from ranktape.analyze.numerics.recipes.table import ALIASES, RECIPES
 from ranktape.analyze.numerics.recipes.words import (
@@ -22,8 +22,8 @@ from ranktape.analyze.numerics.recipes.words import (
     parse_recipe,
     parse_recipes,
     read_recipe_file,
-    recipes_of_words,
-    words_of_recipe,
+    recipe_to_yaml,
+    recipes_from_yaml,
 )
 from ranktape.errors import UsageError
 from ranktape.yaml_file import parse_yaml
@@ -52,7 +52,7 @@ def test_shipped_recipes_differ_from_each_other_and_other_words_mean_one_of_them
 def test_the_words_of_a_recipe_say_it_again(tmp_path: Path) -> None:
     for name in RECIPES:
         mine = dataclasses.replace(RECIPES[name], name="mine", seed=3, draws=2)
-        path = in_file(tmp_path, yaml.safe_dump({"mine": words_of_recipe(mine)}))
+        path = in_file(tmp_path, yaml.safe_dump({"mine": recipe_to_yaml(mine)}))
         assert parse_recipe(path) == mine
 
 
@@ -123,11 +123,11 @@ def test_names_files_and_recipes_mix_and_each_comes_once(tmp_path: Path) -> None
 
 def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> None:
     for text, message in [
-        ("", "holds no recipes"),
-        ("- nvfp4", "holds no recipes"),
+        ("", "contains no recipes"),
+        ("- nvfp4", "contains no recipes"),
         ("mine: {operands: nvfp4", "is not YAML that is read here: line 1"),
-        ("mine: {}", "mine: nothing is said of input"),
-        ("mine:", "mine: is to be a mapping of base, .* and is None"),
+        ("mine: {}", "mine: input has no scheme"),
+        ("mine:", "mine: must be a mapping of base, .* not None"),
         ("nvfp4: {operands: mxfp4}", "nvfp4 is the name of a recipe that comes with ranktape"),
         ("a b: {operands: mxfp4}", "'a b' is no name of a recipe"),
         ("mine: {operand: nvfp4}", "mine: unknown key 'operand': did you mean operands"),
@@ -136,7 +136,7 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
         ("mine: {operands: {all: {scheme: nvfp4, block: 16}}}", "operands.all: unknown key 'block'"),
         ("mine: {operands: {all: {block_size: 16}}}", "operands.all: there is no scheme"),
         ("mine: {operands: {all: {scheme: }}}", "operands.all.scheme: is empty"),
-        ("mine: {operands: {all: {scheme: 4}}}", "operands.all.scheme: is to be a scheme, or none, and is 4"),
+        ("mine: {operands: {all: {scheme: 4}}}", "operands.all.scheme: must be a scheme or none, not 4"),
         ("mine: {operands: {all: {scheme: nvfp4, prescale: 0}}}", "operands.all: prescale is 0"),
         (f"mine: {{operands: {{all: {{scheme: nvfp4, prescale: 1{'0' * 400}}}}}}}", "operands.all: prescale is 1000"),
         ("mine: {operands: {all: {scheme: nvfp4, prescale: 1.0e-320}}}", "operands.all: prescale is 1e-320"),
@@ -152,8 +152,11 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
         ),
         ("mine: {base: nvfp4, products: {output: {rotation: 8192}}}", "give a power of two from 2 to 4096"),
         ("mine: {operands: {all: {scheme: none, block_size: 4}}}", "operands.all: block_size has no effect"),
-        ("mine: {base: nvfp}", "mine, base: 'nvfp' is neither shipped nor above in the file: did you mean nvfp4"),
-        ("mine: {base: later}\nlater: {base: nvfp4}", "'later' is neither shipped nor above"),
+        (
+            "mine: {base: nvfp}",
+            "mine, base: 'nvfp' is neither a shipped recipe nor an earlier one in the file: did you mean nvfp4",
+        ),
+        ("mine: {base: later}\nlater: {base: nvfp4}", "'later' is neither a shipped recipe nor an earlier"),
         ("mine: {base: nvfp4, products: {grad_weigth: {}}}", "unknown key 'grad_weigth': did you mean grad_weight"),
         ("mine: {base: nvfp4, products: {output: {grad_output: mxfp4}}}", "products.output: unknown key 'grad_output'"),
         ("mine: {base: nvfp4, products: {output: {rotation: 12}}}", "products.output: rotation is 12"),
@@ -164,7 +167,7 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
         ("mine: {base: nvfp4, draws: 0}", "mine: draws is 0"),
         ("mine: {base: nvfp4, draws: 2000}", "mine: draws is 2000"),
         ("mine: {base: nvfp4, seed: many}", "mine: seed is 'many'"),
-        ("mine: {base: nvfp4, source: 3}", "mine, source: is to be text, and is 3"),
+        ("mine: {base: nvfp4, source: 3}", "mine, source: must be text, not 3"),
     ]:
         path = in_file(tmp_path, text)
         with pytest.raises(UsageError, match=message) as caught:
@@ -175,10 +178,10 @@ def test_a_wrong_file_is_refused_with_the_recipe_and_the_key(tmp_path: Path) -> 
 def test_what_names_no_recipe_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
         ("nvfp5", "recipe 'nvfp5' is not known: did you mean nvfp4"),
-        ("mxfp8,,nvfp4", "names nothing at one place"),
-        ("", "names nothing"),
-        (("nvfp4,",), "recipe 'nvfp4,' names nothing at one place"),
-        ([], "names nothing"),
+        ("mxfp8,,nvfp4", "has an empty name"),
+        ("", "has an empty name"),
+        (("nvfp4,",), "recipe 'nvfp4,' has an empty name"),
+        ([], "has an empty name"),
         ("missing.yaml", "recipe missing.yaml cannot be read"),
         ([3], "recipe 3 is not a name"),
         (None, "recipe None is not a name"),
@@ -191,7 +194,7 @@ def test_what_names_no_recipe_is_refused() -> None:
 
 def test_one_recipe_is_wanted_of_a_file(tmp_path: Path) -> None:
     path = in_file(tmp_path, "a: {base: nvfp4}\nb: {base: mxfp8}")
-    with pytest.raises(UsageError, match=r"holds 2 recipes \(a, b\)"):
+    with pytest.raises(UsageError, match=r"contains 2 recipes \(a, b\)"):
         parse_recipe(path)
 
 
@@ -292,7 +295,7 @@ def test_the_table_has_a_row_for_every_recipe() -> None:
 
 def test_the_file_on_the_page_says_every_recipe() -> None:
     words = parse_yaml(BLOCKS[0][1], place="the page")
-    found = recipes_of_words(words, place="the page", shipped={})
+    found = recipes_from_yaml(words, place="the page", shipped={})
     assert found == {name: dataclasses.replace(one, source=found[name].source) for name, one in RECIPES.items()}
 
 
@@ -325,7 +328,7 @@ def test_both_operands_are_quantised_along_the_sum_in_their_order() -> None:
     first, second = quantized_operands(product, grad_OT, x_IT, seed=0)
     for found, matrix, scheme in ((first, grad_OT, "mxfp8_e5m2"), (second, x_IT, "mxfp8_e4m3")):
         expected = quantize(matrix, scheme, scale_rule="rceil", warn=False)
-        assert torch.equal(found.whole(), expected.values)
+        assert torch.equal(found.dequantized(), expected.values)
 
 
 def test_an_operand_that_is_left_as_it_is_keeps_its_numbers() -> None:
@@ -352,7 +355,7 @@ def test_only_a_matrix_is_an_operand() -> None:
     product = RECIPES["nvfp4_nvidia"].products["grad_weight"]
     for tensor in (torch.tensor(1.0), numbers(3), numbers(2, 3, 4)):
         with pytest.raises(UsageError, match=f"has {tensor.ndim} dimensions"):
-            one_operand(product, "input", tensor, seed=0)
+            named_operand(product, "input", tensor, seed=0)
 
 
 def test_a_prescale_moves_the_numbers_on_the_grid_and_the_factor_takes_it_back() -> None:
@@ -375,4 +378,4 @@ def test_draws_follow_the_seed_and_differ_between_the_operands() -> None:
     assert all(torch.equal(one, other) for one, other in zip(values[0], values[1], strict=True))
     different = [*values[0], *values[2], *values[3]]
     assert not any(torch.equal(one, two) for i, one in enumerate(different) for two in different[:i])
-    assert torch.equal(one_operand(product, "input", matrix, seed=2).values, values[3][1])
+    assert torch.equal(named_operand(product, "input", matrix, seed=2).values, values[3][1])

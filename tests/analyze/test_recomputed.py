@@ -176,7 +176,7 @@ def test_what_cannot_be_compared_is_said(plain: Run, tmp_path: Path) -> None:
         if info.layer_type == "attention"
     ]
     found = reasons(store(tmp_path / "dropped", dropped))
-    assert found == {"it drops out at random (dropout 0.1)": len(results(plain, "attention"))}
+    assert found == {"it uses random dropout (0.1)": len(results(plain, "attention"))}
 
 
 def test_a_mask_that_was_not_said_is_taken_from_the_output(plain: Run, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_mask_that_was_not_said_is_taken_from_the_output(plain: Run, tmp_path:
     assert set(reasons(run)) == {""}
     without = [one for one in tensors if (one[1].layer_type, one[1].tensor_name) != ("attention", "output")]
     found = reasons(store(tmp_path / "without", without))
-    assert found["its mask was not recorded, and neither was its output, which would tell"] == 3 * 2 * 2 * 2
+    assert found["neither its mask nor its output, from which the mask follows, was recorded"] == 3 * 2 * 2 * 2
 
 
 def test_layers_that_quantise_are_compared_where_their_operands_were_recorded(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def on_cpu(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 OF_GRAPH = "a backward pass over gradients (create_graph=True) adds to those of its calls"
-PACKED = "its backward pass computes with what saved_tensors_hooks of the training packed and unpacked"
+PACKED = "its backward pass uses tensors that saved_tensors_hooks of the training packed and unpacked"
 
 
 @pytest.mark.parametrize(("loss_of", "reason"), [(with_penalty, OF_GRAPH), (packed, PACKED), (on_cpu, "")])
@@ -283,7 +283,7 @@ def test_a_mask_that_several_forms_give_where_nothing_is_finite_is_not_guessed(p
     ]
     run = store(tmp_path / "run", tensors)
     assert not {one for one in wrong(run) if one[0] == ATTENTION}
-    assert "several masks give what is finite of its output, and its mask was not recorded" in reasons(run)
+    assert "several masks give the finite part of its output, and its mask was not recorded" in reasons(run)
 
 
 def test_damaged_values_are_a_reason_and_no_end(tmp_path: Path) -> None:

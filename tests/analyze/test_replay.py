@@ -20,7 +20,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.legacy.open import open_source
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.calls import RecordedCalls, calls_of
+from ranktape.analyze.replays.calls import RecordedCalls, select_calls
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.capture.writing.counting import reduce_to
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError
@@ -86,10 +86,10 @@ def test_attention_whose_mask_nothing_tells_is_no_answer(plain: Run) -> None:
     attention = plain.select(layer_type="attention")
     tensors = [(record.read(), dataclasses.replace(record.info, metadata={"dropout": 0.5})) for record in attention]
     run = store(Path(plain.url).parent / "dropped", tensors)
-    with pytest.raises(NoRecordsError, match="none of 32 products can be computed again: it drops out at random"):
+    with pytest.raises(NoRecordsError, match="none of 32 products can be computed again: it uses random dropout"):
         replay(run.select(), attention=True)
     left_out = replay(run.select(), attention=True, show="unreplayable").records()
-    assert Counter(row["reason"].partition(" (")[0] for row in left_out) == {"it drops out at random": 32}
+    assert Counter(row["reason"].partition(" (")[0] for row in left_out) == {"it uses random dropout": 32}
     assert replay(plain.select(), attention=True, show="unreplayable").records() == []
 
 
@@ -216,8 +216,8 @@ def test_each_sample_has_the_figures_of_a_run_of_its_own(tmp_path: Path, dim: in
     assert not rows
     notes = notes_of(table)
     assert "scales are those of the whole call" in notes
-    assert "grad_weight adds up all samples, and these are told apart (1)" in notes
-    assert "its records do not say which rows are of which sample (1)" in notes
+    assert "grad_weight is a sum over all samples, which are compared one by one (1)" in notes
+    assert "its records do not give the sample of each row (1)" in notes
     left_out = replay(run.select(), by=["sample"], show="unreplayable")
     assert [row["product"] for row in left_out.records()] == ["output", "grad_weight", "grad_weight", "grad_input"]
 
@@ -268,7 +268,7 @@ def reasons(calls: RecordedCalls) -> dict[str, str]:
 
 
 def test_every_call_has_its_own_tensors_and_the_weight_of_its_iteration(called: Run) -> None:
-    calls = calls_of(called.select())
+    calls = select_calls(called.select())
     assert len(calls.calls) == 2 * 2 * 14
     assert not calls.left_out
     for call, names in zip(calls.calls, names_of(calls), strict=True):
@@ -290,31 +290,31 @@ def test_a_call_without_a_weight_of_its_own_has_the_last_one_before(tmp_path: Pa
         said = {name: {"counter": number * len(arrays) + place} for place, name in enumerate(arrays)}
         without = {"weight"} if number == 2 else set()
         tensors += call_tensors(arrays, without=without, said=said, mode=mode, **{along: number})
-    calls = calls_of(store(tmp_path / "run", tensors).select())
+    calls = select_calls(store(tmp_path / "run", tensors).select())
     assert [getattr(calls.records[call.rows["weight"][0]], along) for call in calls.calls] == [0, 1, 1]
 
 
 def test_filters_choose_products_and_leave_their_operands(called: Run) -> None:
-    calls = calls_of(called.select(microbatch=1, module="layers.0.up", operation="forward"))
+    calls = select_calls(called.select(microbatch=1, module="layers.0.up", operation="forward"))
     assert [set(call.products) for call in calls.calls] == [{"output"}] * 2
     assert all({"input", "weight", "bias", "output"} == set(call.rows) for call in calls.calls)
-    calls = calls_of(called.select(tensor_name="grad_weight"))
+    calls = select_calls(called.select(tensor_name="grad_weight"))
     assert {tuple(call.products) for call in calls.calls} == {("grad_weight",)}
-    assert not calls_of(called.select(tensor_name=["query", "weight"])).calls
+    assert not select_calls(called.select(tensor_name=["query", "weight"])).calls
 
 
 def test_products_that_are_named_need_no_result(tmp_path: Path) -> None:
     arrays = call_arrays()
     frozen = call_tensors(arrays, without={"grad_weight"}, module="frozen", layer_idx=1)
     run = store(tmp_path / "run", [*frozen, *call_tensors(arrays)])
-    assert {call.field("module"): set(call.products) for call in calls_of(run.select()).calls} == {
+    assert {call.field("module"): set(call.products) for call in select_calls(run.select()).calls} == {
         "frozen": PRODUCTS - {"grad_weight"},
         "layers.0.linear": PRODUCTS,
     }
-    named = calls_of(run.select(), products=["grad_weight"]).calls
+    named = select_calls(run.select(), products=["grad_weight"]).calls
     assert [set(call.products) for call in named] == [{"grad_weight"}] * 2
     # Where no layer has it, the capture left it out.
-    assert "grad_weight" in calls_of(one_call(tmp_path, without={"grad_weight"}).select()).calls[0].products
+    assert "grad_weight" in select_calls(one_call(tmp_path, without={"grad_weight"}).select()).calls[0].products
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_products_that_are_named_need_no_result(tmp_path: Path) -> None:
     ],
 )
 def test_a_missing_operand_is_named(tmp_path: Path, options: dict[str, Any], expected: dict[str, str]) -> None:
-    calls = calls_of(one_call(tmp_path, **options).select())
+    calls = select_calls(one_call(tmp_path, **options).select())
     assert reasons(calls) == expected
     assert [set(call.products) for call in calls.calls] == [PRODUCTS - set(expected)]
 
@@ -338,23 +338,23 @@ def test_what_was_not_kept_cannot_be_multiplied(tmp_path: Path) -> None:
         reduce_to(kept.get(info.tensor_name, "values"), array, info=info) or (array, info)
         for array, info in call_tensors(arrays)
     ]
-    calls = calls_of(store(tmp_path / "run", tensors).select())
+    calls = select_calls(store(tmp_path / "run", tensors).select())
     assert reasons(calls) == {
-        "output": "of input the histogram was kept, not the values",
-        "grad_input": "of grad_output the statistics were kept, not the values",
-        "grad_weight": "of grad_output the statistics were kept, not the values",
+        "output": "only the histogram of input was stored, not its values",
+        "grad_input": "only the statistics of grad_output were stored, not its values",
+        "grad_weight": "only the statistics of grad_output were stored, not its values",
     }
 
 
 def test_shapes_and_types_that_do_not_fit(tmp_path: Path) -> None:
     arrays = call_arrays() | {"input": np.ones((32, 23), np.float32)}
-    assert reasons(calls_of(store(tmp_path / "a", call_tensors(arrays)).select())) == {
+    assert reasons(select_calls(store(tmp_path / "a", call_tensors(arrays)).select())) == {
         "output": "the shapes of input and weight do not multiply",
         "grad_weight": "the shapes of input and weight are not of one call",
     }
     arrays = call_arrays() | {"input": np.ones((32, 24), np.int64)}
-    assert set(reasons(calls_of(store(tmp_path / "b", call_tensors(arrays)).select())).values()) == {
-        "input holds int64"
+    assert set(reasons(select_calls(store(tmp_path / "b", call_tensors(arrays)).select())).values()) == {
+        "input has dtype int64"
     }
 
 
@@ -362,12 +362,12 @@ def test_shapes_and_types_that_do_not_fit(tmp_path: Path) -> None:
     ("said", "product", "why"),
     [
         ({"grad_weight": {"metadata": {"accumulated": True}}}, "grad_weight", "accumulated over microbatches"),
-        ({"input": {"sample_dim": 0, "batch_size": 64}}, "grad_weight", "of some samples alone"),
+        ({"input": {"sample_dim": 0, "batch_size": 64}}, "grad_weight", "recorded for some of the samples only"),
     ],
 )
 def test_results_of_something_else_are_not_compared(
     tmp_path: Path, said: dict[str, Any], product: str, why: str
 ) -> None:
-    (call,) = calls_of(one_call(tmp_path, said=said).select()).calls
+    (call,) = select_calls(one_call(tmp_path, said=said).select()).calls
     assert why in call.products[product]
     assert set(call.rows) == {*PRODUCTS, "input", "weight", "grad_output", "bias"} - {product}

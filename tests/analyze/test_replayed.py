@@ -297,7 +297,7 @@ def test_a_part_that_no_rank_recorded_is_named(tmp_path: Path) -> None:
     run = store(tmp_path / "run", row_parallel(without={1: {"input"}}))
     replayed = replay_calls(run.select(), RECIPES)
     assert {(one.product, one.reason) for one in replayed.calls.left_out} == {
-        ("output", "it takes what all ranks of a mesh have, and of one no input was recorded"),
+        ("output", "it needs the operands of all ranks of a mesh, and for one of them no input was recorded"),
         ("output", "no input was recorded"),
         ("grad_weight", "no input was recorded"),
     }
@@ -331,6 +331,6 @@ def test_gradients_of_several_uses_are_not_compared_with_one(
         optimizer.step()
     replayed = replay_calls(open_run(tmp_path / "run").select(), RECIPES)
     whys = {(call.field("module"), why) for call in replayed.calls.calls for why in call.products.values() if why}
-    several, tied = "grad_weight is that of several calls together", "grad_weight is that of several modules together"
+    several, tied = "grad_weight is summed over several calls", "grad_weight is summed over several modules"
     assert whys == ({("twice", several), ("first", tied), ("second", tied)} if is_autocast else set())
     assert min(recorded_sqnr(replayed).values()) > (50 if is_autocast else 120)

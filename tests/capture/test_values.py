@@ -390,7 +390,7 @@ def test_of_layers_that_show_no_product_the_class_is_named_and_what_disagrees_is
     found = {
         (one.field("module"), one.reason) for one in recompute(run.select(tensor_name="output", operation="forward"))
     }
-    reason = "" if is_agreed else "the class of the layer computes in a forward of its own, perhaps with other operands"
+    reason = "" if is_agreed else "the class of the layer has its own forward, which may use other operands"
     assert found == {("0", ""), ("1", reason), ("2", reason)}
     reasons = missing(run)
     if kind is Coded:

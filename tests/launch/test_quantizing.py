@@ -373,7 +373,7 @@ modules:
   "layers.*.up": mxfp8
   layers.0.up: int8_token
   layers.0.down: mxfp4
-  head: {recipe: bf16, why: no recipe holds the target}
+  head: {recipe: bf16, why: no recipe reaches the target}
 """
 
 EXPECTED = {

@@ -43,7 +43,7 @@ from ranktape.analyze.numerics.digest_kernels import (
     digest_records,
     finish_record,
 )
-from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.histogram import KINDS, Tallies, dtype_limits, pattern_values, scan
 from ranktape.analyze.numerics.histograms.moments import statistics_of
 from ranktape.analyze.numerics.pieces import frozen
 from ranktape.errors import DataError
@@ -476,7 +476,7 @@ class _Table:
     @functools.cache
     def of(dtype: np.dtype[Any]) -> _Table:
         """The table of a type."""
-        values, limits = pattern_values(dtype), own_limits(dtype)
+        values, limits = pattern_values(dtype), dtype_limits(dtype)
         natures = np.zeros(values.size, dtype=np.uint8)
         natures[(values != 0) & (np.abs(values) < limits.min_normal)] = Nature.UNDERFLOW
         natures[values == 0] = Nature.ZERO
@@ -519,7 +519,7 @@ class _Counted(NamedTuple):
     """The counts of the current sample."""
     totals: NDArray[np.int64]
     """The counts of the current record."""
-    occurring: NDArray[np.uint16]
+    listed: NDArray[np.uint16]
     """Space for the list of patterns that occurred."""
     rank_totals: NDArray[np.int64]
     """The counts of the current record by rank of the value."""
@@ -603,13 +603,13 @@ def _digest_narrow(
     values, natures = pattern_values(dtype), _Table.of(dtype).natures
     counted = _counters.of(values.size)
     try:
-        num_occurring, num_samples = 0, 0
+        num_listed, num_samples = 0, 0
         for part in parts:
             patterns = frozen(part.view(f"u{dtype.itemsize}"), shape=(part.shape[0], part[0].size))
             rows = metrics[num_samples : num_samples + len(patterns)]
-            num_occurring = count_samples(patterns, *counted[:3], num_occurring, values, natures, rows)
+            num_listed = count_samples(patterns, *counted[:3], num_listed, values, natures, rows)
             num_samples += len(patterns)
-        return _finished(counted, num_occurring, dtype, metrics[np.newaxis] if has_samples else None)
+        return _finished(counted, num_listed, dtype, metrics[np.newaxis] if has_samples else None)
     except BaseException:
         # The counters contain a part of a record.
         _counters.by_size.clear()
@@ -621,16 +621,14 @@ def _counts_columns(counts: NDArray[np.int64], *, dtype: np.dtype[Any]) -> Colum
     counted = _counters.of(counts.size)
     (patterns,) = np.nonzero(counts)
     counted.totals[patterns] = counts[patterns]
-    counted.occurring[: patterns.size] = patterns
+    counted.listed[: patterns.size] = patterns
     return _finished(counted, patterns.size, dtype, None)
 
 
-def _finished(
-    counted: _Counted, num_occurring: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None
-) -> Columns:
-    table, buffers = _Table.of(dtype), _Buffers.of(1, num_occurring)
+def _finished(counted: _Counted, num_listed: int, dtype: np.dtype[Any], samples: NDArray[np.float64] | None) -> Columns:
+    table, buffers = _Table.of(dtype), _Buffers.of(1, num_listed)
     buffers.sizes[0] = finish_record(
-        counted.occurring[:num_occurring],
+        counted.listed[:num_listed],
         counted.totals,
         pattern_values(dtype),
         table.natures,
@@ -681,7 +679,7 @@ def _digest_wide(
     parts: Iterable[NDArray[Any]], dtype: np.dtype[Any], metrics: NDArray[np.float64], *, has_samples: bool
 ) -> Columns:
     """The digest of values of a type of more than 16 bits. Fills the rows of `metrics`, one for each sample."""
-    limits = own_limits(dtype)
+    limits = dtype_limits(dtype)
     statistics: list[Statistics] = []
     tallies: list[Tallies] = []
     summarizer = Summarizer()

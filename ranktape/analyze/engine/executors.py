@@ -104,17 +104,12 @@ class Workers:
     """An executor of `concurrent.futures` that raises a `WorkersError` if it is lost."""
 
     def __init__(
-        self,
-        executor: Executor,
-        *,
-        in_flight: int = 1,
-        loss_errors: tuple[type[BaseException], ...] = (),
-        loss_message: str = "",
+        self, executor: Executor, *, in_flight: int = 1, errors: tuple[type[BaseException], ...] = (), message: str = ""
     ) -> None:
         self.executor = executor
         self.in_flight = in_flight
         """Number of calls that may be submitted before the result of the first is taken."""
-        self._loss_errors, self._loss_message = loss_errors, loss_message
+        self._errors, self._message = errors, message
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit a call of a function."""
@@ -133,9 +128,9 @@ class Workers:
     def _raising_loss(self) -> Iterator[None]:
         try:
             yield
-        except self._loss_errors as error:
+        except self._errors as error:
             self.end()
-            raise WorkersError(self._loss_message) from error
+            raise WorkersError(self._message) from error
 
 
 class _ThisProcess(Executor):
@@ -185,8 +180,8 @@ class Processes(Workers):
         super().__init__(
             self._pool,
             in_flight=2 * num_workers,
-            loss_errors=(BrokenProcessPool,),
-            loss_message="a worker process ended: it was killed, or there was not enough memory (measurements so "
+            errors=(BrokenProcessPool,),
+            message="a worker process ended: it was killed, or there was not enough memory (measurements so "
             "far are cached: continue with fewer --workers)",
         )
 
@@ -239,8 +234,8 @@ class Cluster(Workers):
         super().__init__(
             self._client.get_executor(pure=False),
             in_flight=min(_MAX_IN_FLIGHT, 2 * num_threads),
-            loss_errors=(KilledWorker, CancelledError, CommClosedError),
-            loss_message=f"the Dask cluster at {address} lost the work: a worker was killed, there was not enough "
+            errors=(KilledWorker, CancelledError, CommClosedError),
+            message=f"the Dask cluster at {address} lost the work: a worker was killed, there was not enough "
             "memory, or the scheduler ended; measurements so far are cached",
         )
 

@@ -241,7 +241,7 @@ _NAMED = (
     ),
 )
 
-METRICS = {one.name: one for one in _NAMED}
+METRICS = {metric.name: metric for metric in _NAMED}
 """All named metrics. Those of `Statistics` cover finite values; those named `overflow` cover all numbers, with the
 limits of the dtype."""
 
@@ -370,10 +370,10 @@ _DERIVED = (
     _number("has_values", lambda digests: digests.has_values.astype(np.float64), needs_values=False),
 )
 
-NUMBERS: dict[str, Metric] = METRICS | {one.name: one for one in _DERIVED}
+NUMBERS: dict[str, Metric] = METRICS | {metric.name: metric for metric in _DERIVED}
 """All numbers that can be computed from digests: the named metrics, and further ones that findings use."""
 
-CACHED_METRICS = tuple(name for name, one in NUMBERS.items() if one.needs_values)
+CACHED_METRICS = tuple(name for name, metric in NUMBERS.items() if metric.needs_values)
 """The metrics that are cached with digests, so that the distinct numbers are not read for them again."""
 
 

@@ -61,13 +61,8 @@ def record_metrics(
 ) -> RecordMetrics:
     """The metrics of each record. Only records that are not in the cache are read."""
     groups = Groups(keys=({},) * len(records), sizes=(1,) * len(records), numbers=np.arange(len(records)))
-    return group_metrics(
-        records,
-        groups,
-        [NUMBERS[metric] if isinstance(metric, str) else metric for metric in metrics],
-        view=view,
-        engine=engine,
-    )
+    named = [NUMBERS[metric] if isinstance(metric, str) else metric for metric in metrics]
+    return group_metrics(records, groups, named, view=view, engine=engine)
 
 
 def group_metrics(

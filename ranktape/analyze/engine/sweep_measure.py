@@ -31,13 +31,7 @@ from ranktape.analyze.engine.values import (
     viewed_dtypes,
 )
 from ranktape.analyze.numerics.digest import Digest
-from ranktape.analyze.numerics.histograms.block_histogram import (
-    CELLS,
-    CUTS,
-    OUTSIDE_CELLS,
-    BlockHistogram,
-    count_few_cells,
-)
+from ranktape.analyze.numerics.histograms.block_histogram import CELLS, CUTS, EXCLUDED, BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.options import SweepMode, SweepOptions
@@ -93,7 +87,7 @@ class Job(NamedTuple):
         """The sweep computed from counts; None if they are not sufficient."""
         if isinstance(counted, Histogram):
             return sweep_numbers(counted, [self])[0]
-        if counted is None or not counted.blocks.answers(self.options.rule, self.scheme.element):
+        if counted is None or not counted.blocks.supports(self.options.rule, self.scheme.element):
             return None
         sweep = sweep_schemes(counted.blocks, [(self.scheme, self.mode)], options=self.options)[0]
         return dataclasses.replace(sweep, minimum=counted.ends[0], maximum=counted.ends[1])
@@ -140,7 +134,7 @@ class BlockMeasure:
             **{name: getattr(cells, name) for name in CELLS[:-1]},
             # There are many cells and most counts are small.
             "counts": cells.counts.astype(np.min_scalar_type(int(cells.counts.max(initial=0)))),
-            "apart": np.array([getattr(cells, name) for name in OUTSIDE_CELLS], dtype=np.int64),
+            "apart": np.array([getattr(cells, name) for name in EXCLUDED], dtype=np.int64),
             "ends": np.array(numbers),
         }
 
@@ -238,12 +232,12 @@ def is_narrow(dtype: str, *, compute_dtype: str, keep: str, view: View) -> bool:
 
 
 def _tasks(
-    records: Records, record_jobs: Sequence[RecordJobs], *, view: View
+    records: Records, jobs_by_record: Sequence[RecordJobs], *, view: View
 ) -> list[tuple[Record | RanktapeError, RecordJobs, View]]:
     """The records that have jobs, each with its jobs and the view."""
-    if not any(record_jobs):
+    if not any(jobs_by_record):
         return []
-    return [(record, jobs, view) for record, jobs in zip(each_record(records), record_jobs, strict=True) if jobs]
+    return [(record, jobs, view) for record, jobs in zip(each_record(records), jobs_by_record, strict=True) if jobs]
 
 
 def _sweep_values(task: tuple[Record | RanktapeError, RecordJobs, View]) -> RecordSweeps | RanktapeError:
@@ -287,9 +281,9 @@ def payload_blocks(payload: Payload, *, axis: int, block_size: int, dtype: str) 
         return None
     row = dtype_row(dtype)
     cells: dict[str, Any] = {name: payload[name] for name in CELLS} | {"counts": payload["counts"].astype(np.int64)}
-    apart: dict[str, Any] = dict(zip(OUTSIDE_CELLS, payload["apart"].tolist(), strict=True))
+    outside_cells: dict[str, Any] = dict(zip(EXCLUDED, payload["apart"].tolist(), strict=True))
     patterns = row.numpy_dtype if row.itemsize == HALF_NBYTES else numpy_dtype("bfloat16")
-    blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **apart)
+    blocks = BlockHistogram(dtype=patterns, axis=str(axis), block_size=block_size, cuts=CUTS, **cells, **outside_cells)
     return BlocksCounted(blocks, tuple(None if math.isnan(end) else end for end in payload["ends"].tolist()))
 
 

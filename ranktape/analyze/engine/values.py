@@ -106,24 +106,24 @@ def read_histogram(record: Record, *, view: View) -> Histogram:
         UsageError: the values were stored, or the stored counts are rounded and the view is `seen`.
     """
     counted = _counted_dtype(record)
-    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    viewed = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
     counts = record.histogram()[:NUM_CODES].astype(np.int64)
     dtype = dtype_row(counted).numpy_dtype
     is_complete = counts.size == NUM_CODES and int(counts.sum()) == math.prod(record.shape)
     if dtype.itemsize != HALF_NBYTES or not is_complete:
         raise DataError(f"the histogram of {record!r} is damaged: it counts other elements than the tensor had")
-    if wanted == counted:
+    if viewed == counted:
         return Histogram(dtype=dtype, counts=counts)
-    if wanted == record.dtype:
+    if viewed == record.dtype:
         raise UsageError(
             f"of {record!r} the histogram of its values in {counted} was kept, and no value as it was seen: "
             f"leave out --view seen, or leave such records out with --where \"keep == 'values'\""
         )
     with np.errstate(over="ignore", invalid="ignore"):
-        rounded = pattern_values(dtype).astype(dtype).astype(numpy_dtype(wanted))
+        rounded = pattern_values(dtype).astype(dtype).astype(numpy_dtype(viewed))
     folded = np.zeros(1 << 8 * rounded.itemsize, dtype=np.int64)
     np.add.at(folded, rounded.view(f"u{rounded.itemsize}"), counts)
-    return Histogram(dtype=numpy_dtype(wanted), counts=folded)
+    return Histogram(dtype=numpy_dtype(viewed), counts=folded)
 
 
 def read_block_histogram(record: Record, *, axis: str = "features", view: View) -> BlockHistogram:
@@ -138,10 +138,10 @@ def read_block_histogram(record: Record, *, axis: str = "features", view: View) 
             dtype than `viewed_dtype` gives.
     """
     counted = _counted_dtype(record)
-    wanted = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
-    if wanted != counted:
+    viewed = viewed_dtype(dtype=record.dtype, compute_dtype=record.compute_dtype, view=view)
+    if viewed != counted:
         raise UsageError(
-            f"of {record!r} blocks of values in {counted} were counted, and nothing is known of them in {wanted}: "
+            f"of {record!r} blocks of values in {counted} were counted, and nothing is known of them in {viewed}: "
             f"give --view {View.SEEN if counted == record.dtype else View.COMPUTE}"
         )
     dtype = dtype_row(counted).numpy_dtype

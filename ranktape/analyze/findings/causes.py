@@ -133,10 +133,8 @@ def merge_consequences(survey: Survey, findings: Sequence[Finding]) -> list[Find
         by_site[event.site].append(event)
     for root in roots:
         _mark_as_skipped(survey, root)
-    return [
-        root.to_finding()
-        for root in sorted(_merge_similar(_merge_recurring(survey, roots)), key=lambda event: event.badness)
-    ]
+    merged = _merge_similar(_merge_recurring(survey, roots))
+    return [root.to_finding() for root in sorted(merged, key=lambda event: event.badness)]
 
 
 class _Flow:
@@ -230,8 +228,7 @@ class _Flow:
             return not self._is_recorded_between(event, max(before))
         carriers = [self._carriers[event.time, rank] for rank in event.ranks if (event.time, rank) in self._carriers]
         return (
-            any(is_nonfinite or (not has_weights and not event.is_backward) for has_weights, is_nonfinite in carriers)
-            or not carriers
+            any(lost or (not has_weights and not event.is_backward) for has_weights, lost in carriers) or not carriers
         )
 
     @functools.cached_property
@@ -282,8 +279,7 @@ def _comes_before(cause: _Event, event: _Event, moment: Moment) -> bool:
     time, rank, microbatch = moment
     if event.is_reduced:
         return any(
-            time == cause_time and (cause.is_nonfinite or rank == cause_rank)
-            for cause_time, cause_rank, _ in cause.moments
+            time == start_time and (cause.is_nonfinite or rank == on_rank) for start_time, on_rank, _ in cause.moments
         )
     start = cause.moments.get((time, rank, 0 if cause.is_weight else microbatch))
     return start is not None and start < event.moments[moment]

@@ -51,10 +51,8 @@ def find(
         return []
     survey = Survey(records, view=view, engine=engine)
     detectors = (*DETECTORS, channels) if with_channels else DETECTORS
-    return [
-        *_triggered(records),
-        *merge_consequences(survey, [finding for detect in detectors for finding in detect(survey)]),
-    ]
+    findings = [finding for detect in detectors for finding in detect(survey)]
+    return [*_triggered(records), *merge_consequences(survey, findings)]
 
 
 MAX_FOLLOWING = 20
@@ -71,13 +69,10 @@ def _triggered(records: Records) -> list[Finding]:
     reader = records.reader
     if not isinstance(reader, RunReader):
         return []
-    triggers = [
-        trigger for attempt in read_attempts(reader.backend) for trigger in read_triggers(reader.backend, attempt)
-    ]
-    iterations = set(np.unique(records.column("iteration")).tolist())
-    matching = sorted(
-        (trigger for trigger in triggers if trigger.iteration in iterations), key=lambda trigger: trigger.order
-    )
+    backend, iterations = reader.backend, set(np.unique(records.column("iteration")).tolist())
+    triggers = [trigger for attempt in read_attempts(backend) for trigger in read_triggers(backend, attempt)]
+    chosen = [trigger for trigger in triggers if trigger.iteration in iterations]
+    matching = sorted(chosen, key=lambda trigger: trigger.order)
     if not matching:
         return []
     first, *others = matching

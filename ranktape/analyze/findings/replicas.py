@@ -141,9 +141,7 @@ def _finding(
     first = equal_copies[0] if equal_copies else odd[0]
     other = next((row for row in odd if checksums[row] != checksums[first]), odd[0])
     pair = [int(survey.fields["rank"][row]) for row in (first, other)]
-    peer_text = (
-        f"the copies of {len(equal_copies)} other ranks" if len(equal_copies) > 1 else "the copy of the other rank"
-    )
+    peers = f"the copies of {len(equal_copies)} other ranks" if len(equal_copies) > 1 else "the copy of the other rank"
     evidence = f"since iteration {int(iterations[odd[0]])}"
     if before := [row for row in equal if survey.times[row] < survey.times[odd[0]]]:
         evidence += f", equal until iteration {int(iterations[max(before, key=survey.when)])}"
@@ -165,7 +163,7 @@ def _finding(
         kind="replica_differs",
         severity=Severity.HIGH,
         score=len(rows),
-        text=f"differs in bits {f'from {peer_text}' if equal_copies else f'between ranks {pair[0]} and {pair[1]}'}",
+        text=f"differs in bits {f'from {peers}' if equal_copies else f'between ranks {pair[0]} and {pair[1]}'}",
         evidence=f"{evidence}; in iteration {int(iterations[other])}: {'; '.join(details)}",
         options={"pair": f"rank={pair[0]}:{pair[1]}"},
     )

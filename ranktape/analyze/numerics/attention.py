@@ -18,7 +18,7 @@ import numpy as np
 
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.products import RECORDED, ProductError
-from ranktape.analyze.numerics.quantization.operand import one_operand
+from ranktape.analyze.numerics.quantization.operand import named_operand
 from ranktape.analyze.numerics.recipes.recipe import OperandRecipe, ProductRecipe, Recipe
 from ranktape.errors import UsageError
 
@@ -62,12 +62,12 @@ class AttentionForm:
 
         queries = torch.arange(num_queries, device=device)[:, None] + self.shift
         distance = torch.arange(num_keys, device=device)[None] - queries
-        is_seen = torch.ones_like(distance, dtype=torch.bool)
+        is_visible = torch.ones_like(distance, dtype=torch.bool)
         if self.before is not None:
-            is_seen &= distance >= -self.before
+            is_visible &= distance >= -self.before
         if self.after is not None:
-            is_seen &= distance <= self.after
-        return is_seen
+            is_visible &= distance <= self.after
+        return is_visible
 
 
 CAUSAL, FULL = AttentionForm(after=0), AttentionForm()
@@ -89,18 +89,18 @@ def heads_second(tensor: torch.Tensor, layout: str, *, num_heads: int | None = N
         if tensor.ndim < 2:  # noqa: PLR2004
             raise UsageError(f"attention is not computed of tensors with {tensor.ndim} dimensions")
         return tensor if tensor.ndim == len(HEADS) else tensor.reshape(-1, 1, *tensor.shape[-2:])
-    seen, letters = tensor, layout
+    view, letters = tensor, layout
     if "D" not in letters and letters.endswith("H"):
         if not num_heads or tensor.shape[-1] % num_heads:
             raise UsageError(f"{tensor.shape[-1]} elements are not those of {num_heads} heads")
-        seen, letters = tensor.unflatten(-1, (num_heads, -1)), letters + "D"
+        view, letters = tensor.unflatten(-1, (num_heads, -1)), letters + "D"
     if "B" not in letters:
-        seen, letters = seen[None], f"B{letters}"
+        view, letters = view[None], f"B{letters}"
     if sorted(letters) != sorted(HEADS):
         raise UsageError(
             f"the layout {layout!r} is none of attention: it has batch B, heads H, tokens T and elements D"
         )
-    return seen.permute([letters.index(letter) for letter in HEADS])
+    return view.permute([letters.index(letter) for letter in HEADS])
 
 
 def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionF
     leaves = _checked(operands)
     grad_output = operands.get("grad_output")
     has_gradients = grad_output is not None
-    query, key, value = (one.detach().requires_grad_(has_gradients) for one in leaves)
+    query, key, value = (leaf.detach().requires_grad_(has_gradients) for leaf in leaves)
     is_plain = form.after == 0 and form.before is None and not form.shift
     mask = None if is_plain else form.mask(query.shape[2], key.shape[2], device=query.device)
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
@@ -131,7 +131,7 @@ def attention_products(operands: Mapping[str, torch.Tensor], *, form: AttentionF
     return dict(zip(ATTENTION_PRODUCTS, (output.detach(), *grads), strict=True))
 
 
-def gives_output(
+def reproduces_output(
     operands: Mapping[str, torch.Tensor], output: torch.Tensor, *, form: AttentionForm, compute_dtype: torch.dtype
 ) -> bool:
     """Whether attention of that form gives a recorded output up to rounding errors; all tensors are [B, H, T, D].
@@ -143,15 +143,15 @@ def gives_output(
 
     work = torch.float64 if compute_dtype is torch.float64 else torch.float32
     rounded = {name: operands[name].detach().to(compute_dtype) for name in ATTENTION_OPERANDS[:3]}
-    exact = attention_products({name: one.to(work) for name, one in rounded.items()}, form=form)["output"]
-    own = output.detach().to(work)
+    exact = attention_products({name: tensor.to(work) for name, tensor in rounded.items()}, form=form)["output"]
+    recorded = output.detach().to(work)
     if not exact.numel():
         return True
-    is_spoilt = ~exact.isfinite() & ~own.isfinite()
+    is_nonfinite = ~exact.isfinite() & ~recorded.isfinite()
     noise = (_stepwise(rounded, form=form).to(work) - exact).nan_to_num(0.0, 0.0, 0.0)
     unit = max(torch.finfo(dtype).eps / 2 for dtype in (compute_dtype, output.dtype))
-    sizes = ((own - exact).masked_fill(is_spoilt, 0.0), exact.masked_fill(is_spoilt, 0.0), noise)
-    error, size, least = (float(one.double().norm()) for one in sizes)
+    sizes = ((recorded - exact).masked_fill(is_nonfinite, 0.0), exact.masked_fill(is_nonfinite, 0.0), noise)
+    error, size, least = (float(tensor.double().norm()) for tensor in sizes)
     # A NaN on one side alone makes the error NaN.
     return error <= NOISE * least + 2 * unit * size
 
@@ -164,7 +164,7 @@ def _stepwise(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> t
     query, key, value = (operands[name].unflatten(1, (num_groups, -1)) for name in ATTENTION_OPERANDS[:3])
     mask = form.mask(query.shape[-2], key.shape[-2], device=query.device)
     scale = query.shape[-1] ** -0.5 if form.scale is None else form.scale
-    found = []
+    outputs = []
     # One sequence at a time: the scores are as large as the tokens squared.
     with torch.autocast(query.device.type, enabled=False):
         for number in range(len(query)):
@@ -174,8 +174,8 @@ def _stepwise(operands: Mapping[str, torch.Tensor], *, form: AttentionForm) -> t
             weights = scores.softmax(-1)
             if mask is not None:  # the weights of a query without keys are NaN
                 weights = weights.masked_fill(~mask, 0.0)
-            found.append(weights @ value[number])
-    return torch.stack(found).flatten(1, 2)
+            outputs.append(weights @ value[number])
+    return torch.stack(outputs).flatten(1, 2)
 
 
 def _checked(operands: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -184,11 +184,11 @@ def _checked(operands: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
         raise UsageError(f"attention is not computed without {', '.join(missing)}")
     query, key, value = (operands[name] for name in ATTENTION_OPERANDS[:3])
     shapes = {name: tuple(operands[name].shape) for name in ATTENTION_OPERANDS if name in operands}
-    fit = all(len(shape) == len(HEADS) for shape in shapes.values())
-    fit = fit and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
-    fit = fit and key.shape[:3] == value.shape[:3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+    is_valid = all(len(shape) == len(HEADS) for shape in shapes.values())
+    is_valid = is_valid and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    is_valid = is_valid and key.shape[:3] == value.shape[:3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
     expected = (*query.shape[:3], value.shape[-1])
-    if not fit or shapes.get("grad_output", expected) != expected:
+    if not is_valid or shapes.get("grad_output", expected) != expected:
         raise UsageError(f"the shapes are not those of one attention: {shapes}")
     return query, key, value
 
@@ -209,29 +209,29 @@ def replay_attention(
     Raises:
         UsageError: as for `attention_products`, or a recorded result has another shape than its product.
     """
-    wide = {name: one.detach().float() for name, one in operands.items() if name in ATTENTION_OPERANDS}
+    wide = {name: tensor.detach().float() for name, tensor in operands.items() if name in ATTENTION_OPERANDS}
     exact = attention_products(wide, form=form)
-    own = {name: one.detach() for name, one in (recorded or {}).items() if name in exact}
+    references = {name: tensor.detach() for name, tensor in (recorded or {}).items() if name in exact}
     errors = [
-        ProductError(product=name, recipe=RECORDED, exact=error_sums(exact[name], own[name]), recorded=None)
-        for name in own
+        ProductError(product=name, recipe=RECORDED, exact=error_sums(exact[name], references[name]), recorded=None)
+        for name in references
     ]
     for recipe in recipes:
-        is_drawn = any(one.is_stochastic for one in _operand_recipes(recipe).values())
+        is_drawn = any(operand.is_stochastic for operand in _operand_recipes(recipe).values())
         sums = {name: ErrorSums() for name in exact}
-        against = {name: ErrorSums() for name in own}
+        recorded_sums = {name: ErrorSums() for name in references}
         for draw in range(recipe.draws if is_drawn else 1):
             quantised = quantised_attention(wide, recipe, draw=draw)
-            for name, got in attention_products(quantised, form=form).items():
-                sums[name] += error_sums(exact[name], got)
-                if name in own:
-                    against[name] += error_sums(own[name], got)
+            for name, result in attention_products(quantised, form=form).items():
+                sums[name] += error_sums(exact[name], result)
+                if name in references:
+                    recorded_sums[name] += error_sums(references[name], result)
         errors += [
-            ProductError(product=name, recipe=recipe.name, exact=sums[name], recorded=against.get(name))
+            ProductError(product=name, recipe=recipe.name, exact=sums[name], recorded=recorded_sums.get(name))
             for name in exact
         ]
-    order = {name: place for place, name in enumerate(ATTENTION_PRODUCTS)}
-    return sorted(errors, key=lambda one: order[one.product])
+    order = {name: index for index, name in enumerate(ATTENTION_PRODUCTS)}
+    return sorted(errors, key=lambda error: order[error.product])
 
 
 def quantised_attention(
@@ -242,21 +242,21 @@ def quantised_attention(
     for name in ATTENTION_OPERANDS:
         if name in operands:
             seed = int(np.random.SeedSequence((recipe.seed, draw, ATTENTION_OPERANDS.index(name))).generate_state(1)[0])
-            quantised[name] = quantised_one(name, operands[name].float(), recipe, seed=seed)
+            quantised[name] = quantised_operand(name, operands[name].float(), recipe, seed=seed)
     return quantised
 
 
-def quantised_one(name: str, operand: torch.Tensor, recipe: Recipe, *, seed: int) -> torch.Tensor:
+def quantised_operand(name: str, operand: torch.Tensor, recipe: Recipe, *, seed: int) -> torch.Tensor:
     """The named operand of attention, [..., T, D], quantised by a recipe, in its own dtype."""
     # The dimension that the product sums over is last: the keys for the value, the elements of a head for all others.
     last = operand.transpose(-2, -1) if name == "value" else operand
-    how = _operand_recipes(recipe)[name]
-    matrix = one_operand(ProductRecipe(operands={"input": how}), "input", last.flatten(0, -2), seed=seed)
-    values = matrix.whole().to(operand.dtype).view(last.shape)
+    operand_recipe = _operand_recipes(recipe)[name]
+    matrix = named_operand(ProductRecipe(operands={"input": operand_recipe}), "input", last.flatten(0, -2), seed=seed)
+    values = matrix.dequantized().to(operand.dtype).view(last.shape)
     return values.transpose(-2, -1).contiguous() if name == "value" else values
 
 
 def _operand_recipes(recipe: Recipe) -> dict[str, OperandRecipe]:
-    own = recipe.products["output"].operands["input"]
+    forward = recipe.products["output"].operands["input"]
     gradient = recipe.products["grad_input"].operands["grad_output"]
-    return dict(zip(ATTENTION_OPERANDS, (own, own, own, gradient), strict=True))
+    return dict(zip(ATTENTION_OPERANDS, (forward, forward, forward, gradient), strict=True))

@@ -119,15 +119,15 @@ def _in_blocks(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]],
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """The same elements in parts that consist of whole blocks, except for the last part."""
-    rest: tuple[NDArray[Any], NDArray[Any]] | None = None
+    remainder: tuple[NDArray[Any], NDArray[Any]] | None = None
     for part in parts:
-        a, b = part if rest is None else (np.concatenate(pair) for pair in zip(rest, part, strict=True))
+        a, b = part if remainder is None else (np.concatenate(pair) for pair in zip(remainder, part, strict=True))
         stop = a.size // BLOCK * BLOCK
         if stop:
             yield a[:stop], b[:stop]
-        rest = a[stop:], b[stop:]
-    assert rest is not None
-    yield rest
+        remainder = a[stop:], b[stop:]
+    assert remainder is not None
+    yield remainder
 
 
 class _DifferenceTotals:
@@ -147,14 +147,14 @@ class _DifferenceTotals:
         wide = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
         with np.errstate(invalid="ignore"):
             wide_a, wide_b = a.astype(wide), b.astype(wide)
-        sums_BM, exponent = _sums_of(wide_a, wide_b)
+        sums_BM, exponent = _scaled_sums(wide_a, wide_b)
         with np.errstate(over="ignore"):
             largest = np.ldexp(sums_BM[:, SUMS.index("largest")], exponent)
         if largest.size and largest.max() > self._largest:
             block = int(largest.argmax())
             piece = slice(block * BLOCK, (block + 1) * BLOCK)
             self._largest = float(largest[block])
-            self._largest_at = self._num_elements + block * BLOCK + _place(wide_a[piece], wide_b[piece])
+            self._largest_at = self._num_elements + block * BLOCK + _argmax_difference(wide_a[piece], wide_b[piece])
         is_differing = _differing_elements(a, b, wide_a=wide_a, wide_b=wide_b)
         num_differing = int(np.count_nonzero(is_differing))
         is_finite = None if sums_BM[:, 0].sum() == a.size else np.isfinite(wide_a) & np.isfinite(wide_b)
@@ -169,8 +169,8 @@ class _DifferenceTotals:
         """The metrics of all elements that were added."""
         exponents = np.concatenate(self._exponents)
         top = int(exponents.max(initial=_LOWEST))
-        own_BM = np.concatenate(self._sums)
-        sums_BM = np.ldexp(own_BM, (exponents - top)[:, np.newaxis] * _degrees())
+        unscaled_BM = np.concatenate(self._sums)
+        sums_BM = np.ldexp(unscaled_BM, (exponents - top)[:, np.newaxis] * _degrees())
         with np.errstate(over="ignore", invalid="ignore"):
             total = dict(zip(SUMS, sums_BM.sum(axis=0).tolist(), strict=True))
             moments = _moments(dict(zip(SUMS, sums_BM.T, strict=True)), total)
@@ -195,20 +195,20 @@ class _DifferenceTotals:
             max_rel=largest_relative if num_relative else None,
             mean_rel=total["relative"] / num_relative if num_relative else None,
             relative_norm=relative_norm,
-            cosine=cosine_of(total["product"], total["square_a"], total["square_b"], is_equal=not largest_scaled),
+            cosine=cosine(total["product"], total["square_a"], total["square_b"], is_equal=not largest_scaled),
             sqnr=decibels(relative_norm),
-            correlation=None if is_constant else cosine_of(*moments, is_equal=not largest_scaled),
+            correlation=None if is_constant else cosine(*moments, is_equal=not largest_scaled),
             ulp_max=self._ulp if self._num_elements else None,
         )
 
 
-def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
+def _scaled_sums(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
     """The sums of each block, and the exponent of the power of two by which the elements were divided."""
     sums_BM = _block_sums(a, b)
     squares = sums_BM[:, SQUARES]
     if ((squares > _SMALL_SQUARE) & (squares < 1 / _SMALL_SQUARE)).all():
         return sums_BM, 0
-    parts = np.concatenate([one.view(np.float64).reshape(-1) for one in (a, b)])
+    parts = np.concatenate([array.view(np.float64).reshape(-1) for array in (a, b)])
     magnitude = float(np.abs(parts[np.isfinite(parts)]).max(initial=0.0))
     if not magnitude:
         return sums_BM, _LOWEST
@@ -216,8 +216,9 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
     if abs(exponent) <= _SAFE_EXPONENT:
         return sums_BM, 0
     half = -exponent // 2
+    factors = math.ldexp(1.0, half), math.ldexp(1.0, -exponent - half)
     with np.errstate(all="ignore"):
-        scaled_BM = _block_sums(*(one * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half) for one in (a, b)))
+        scaled_BM = _block_sums(*(array * factors[0] * factors[1] for array in (a, b)))
     # The counts are those before the scaling, which may turn complex infinities into NaN and small elements into 0.
     is_count = _degrees() == 0
     scaled_BM[:, is_count] = sums_BM[:, is_count]
@@ -225,15 +226,15 @@ def _sums_of(a: NDArray[Any], b: NDArray[Any]) -> tuple[Floats, int]:
 
 
 def _block_sums(a: NDArray[Any], b: NDArray[Any]) -> Floats:
-    whole = a.size // BLOCK
-    sums_BM, kept_2C = np.zeros((-(-a.size // BLOCK), len(SUMS))), np.zeros((2, BLOCK), dtype=a.dtype)
-    for blocks, length, own_BM in (
-        (slice(whole * BLOCK), BLOCK, sums_BM[:whole]),
-        (slice(whole * BLOCK, None), a.size % BLOCK, sums_BM[whole:]),
+    num_whole = a.size // BLOCK
+    sums_BM, buffer_2C = np.zeros((-(-a.size // BLOCK), len(SUMS))), np.zeros((2, BLOCK), dtype=a.dtype)
+    for blocks, length, block_BM in (
+        (slice(num_whole * BLOCK), BLOCK, sums_BM[:num_whole]),
+        (slice(num_whole * BLOCK, None), a.size % BLOCK, sums_BM[num_whole:]),
     ):
-        if len(own_BM):
-            a_RC, b_RC = (one[blocks].reshape(-1, length) for one in (a, b))
-            add_up(a_RC, b_RC, None, None, kept_2C, own_BM)
+        if len(block_BM):
+            a_RC, b_RC = (array[blocks].reshape(-1, length) for array in (a, b))
+            add_differences(a_RC, b_RC, None, None, buffer_2C, block_BM)
     return sums_BM
 
 
@@ -242,21 +243,21 @@ def _unscaled(value: float, exponent: int) -> float:
         return float(np.ldexp(value, exponent))
 
 
-def _place(a: NDArray[Any], b: NDArray[Any]) -> int:
+def _argmax_difference(a: NDArray[Any], b: NDArray[Any]) -> int:
     """The index of the largest finite difference in a block."""
     is_finite = np.isfinite(a) & np.isfinite(b)
     with np.errstate(invalid="ignore", over="ignore"):
         return int(np.where(is_finite, np.abs(a - b), -1.0).argmax())
 
 
-def _unravel(place: int, shape: tuple[int, ...], first_dim: int | None) -> tuple[int, ...]:
+def _unravel(index: int, shape: tuple[int, ...], first_dim: int | None) -> tuple[int, ...]:
     """The index in the array of an element, given its position in the order of the parts."""
     dim = first_dim or 0
     if not shape:
         return ()
-    first, *rest = np.unravel_index(place, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
-    rest.insert(dim, first)
-    return tuple(map(int, rest))
+    first, *others = np.unravel_index(index, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
+    others.insert(dim, first)
+    return tuple(map(int, others))
 
 
 def _moments(columns: dict[str, NDArray[np.float64]], total: dict[str, float]) -> tuple[float, float, float]:
@@ -283,7 +284,7 @@ def _relative_norm(total: dict[str, float], largest: float) -> float | None:
     difference, reference = math.sqrt(total["square_difference"]) or largest, math.sqrt(total["square_a"])
     if not difference:
         return 0.0
-    return _known(difference / reference) if reference else math.inf
+    return _none_if_nan(difference / reference) if reference else math.inf
 
 
 def decibels(relative_norm: float | None) -> float | None:
@@ -296,15 +297,15 @@ def decibels(relative_norm: float | None) -> float | None:
     return -20 * math.log10(relative_norm)
 
 
-def cosine_of(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
+def cosine(product: float, square_a: float, square_b: float, *, is_equal: bool) -> float | None:
     """The cosine between two vectors from their dot product and squared norms; None if one norm is 0."""
     norms = math.sqrt(square_a) * math.sqrt(square_b)
     if not norms:
         return None
-    return 1.0 if is_equal else _known(min(1.0, max(-1.0, product / norms)))
+    return 1.0 if is_equal else _none_if_nan(min(1.0, max(-1.0, product / norms)))
 
 
-def _known(value: float) -> float | None:
+def _none_if_nan(value: float) -> float | None:
     """The value, or None if it is NaN because sums overflowed float64."""
     return None if math.isnan(value) else value
 
@@ -316,11 +317,11 @@ def _differing_elements(
 
     Arrays of different dtypes are compared as float64 or complex128: `wide_a` and `wide_b`.
     """
-    one, other = (a, b) if a.dtype == b.dtype else (wide_a, wide_b)
+    left, right = (a, b) if a.dtype == b.dtype else (wide_a, wide_b)
     # Complex elements have 8 or 16 bytes: two floats, which are compared as integers.
-    is_complex = one.dtype.kind == "c"
-    raw, others = (array.view(f"u{array.dtype.itemsize // (1 + is_complex)}") for array in (one, other))
-    is_differing: NDArray[np.bool_] = np.asarray(raw != others)
+    is_complex = left.dtype.kind == "c"
+    left_bits, right_bits = (array.view(f"u{array.dtype.itemsize // (1 + is_complex)}") for array in (left, right))
+    is_differing: NDArray[np.bool_] = np.asarray(left_bits != right_bits)
     if is_complex:
         is_differing = is_differing[::2] | is_differing[1::2]
     if is_differing.any():
@@ -342,15 +343,15 @@ def _largest_ulp(a: NDArray[Any], b: NDArray[Any], *, is_finite: NDArray[np.bool
     row = dtype_row(dtype_name(a.dtype))
     if a.dtype != b.dtype or not (row.is_floating or row.is_complex):
         return None
-    one, other = (a, b) if is_finite is None else (a[is_finite], b[is_finite])
-    if not one.size:
+    left, right = (a, b) if is_finite is None else (a[is_finite], b[is_finite])
+    if not left.size:
         return 0
     if row.is_complex:
         part = f"f{row.itemsize // 2}"
-        one, other = one.view(part), other.view(part)
+        left, right = left.view(part), right.view(part)
     if row.numpy_dtype == ml_dtypes.float8_e8m0fnu:
-        return int(np.abs(one.view(np.uint8).astype(np.int32) - other.view(np.uint8)).max())
-    keys = [_keys(array) for array in (one, other)]
+        return int(np.abs(left.view(np.uint8).astype(np.int32) - right.view(np.uint8)).max())
+    keys = [_keys(array) for array in (left, right)]
     if keys[0].dtype == np.int64:
         # The difference of two signed 64-bit keys may overflow; that of unsigned ones fits.
         return int((np.maximum(*keys).view(np.uint64) - np.minimum(*keys).view(np.uint64)).max())
@@ -421,17 +422,17 @@ def _degrees() -> NDArray[np.int64]:
 
 
 @compiled
-def _second(b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, index: int) -> Any:
+def _second(b_RC: NDArray[Any], residual_RC: NDArray[np.uint16] | None, row: int, index: int) -> Any:
     """An element of the second array, plus its rest if there is one; both are then bit patterns of bfloat16."""
-    if rest_RC is None:
+    if residual_RC is None:
         return b_RC[row, index] + 0.0
     high = np.uint32(np.uint32(b_RC[row, index]) << 16).view(np.float32)
-    return np.float64(high) + np.float64(np.uint32(np.uint32(rest_RC[row, index]) << 16).view(np.float32))
+    return np.float64(high) + np.float64(np.uint32(np.uint32(residual_RC[row, index]) << 16).view(np.float32))
 
 
 @compiled_sums
 def _add_row(
-    a_RC: NDArray[Any], b_RC: NDArray[Any], rest_RC: NDArray[np.uint16] | None, row: int, columns_2C: Floats | None
+    a_RC: NDArray[Any], b_RC: NDArray[Any], residual_RC: NDArray[np.uint16] | None, row: int, columns_2C: Floats | None
 ) -> tuple[float, ...]:
     """The sums of a row from `largest` to `imaginary_b`; those after `difference` are 0 if `columns_2C` is given.
 
@@ -441,7 +442,7 @@ def _add_row(
     largest = square_a = square_b = product = square_difference = difference = 0.0
     absolute = real_a = imaginary_a = real_b = imaginary_b = 0.0
     for index in range(a_RC.shape[1]):
-        x, y = a_RC[row, index] + 0.0, _second(b_RC, rest_RC, row, index)
+        x, y = a_RC[row, index] + 0.0, _second(b_RC, residual_RC, row, index)
         error = y - x
         size = abs(error)
         largest = max(largest, size)
@@ -486,13 +487,13 @@ def _add_relations(a_RC: NDArray[Any], b_RC: NDArray[Any], row: int, sums: Float
 
 
 @compiled
-def _leave_out(  # noqa: PLR0917 - numba has no keyword-only arguments
+def _copy_finite(  # noqa: PLR0917 - numba has no keyword-only arguments
     a_RC: NDArray[Any],
     b_RC: NDArray[Any],
-    rest_RC: NDArray[np.uint16] | None,
+    residual_RC: NDArray[np.uint16] | None,
     row: int,
     columns_2C: Floats | None,
-    kept_2C: NDArray[Any],
+    buffer_2C: NDArray[Any],
     sums: Floats,
 ) -> int:
     """Write the elements of a row that are finite in both arrays to `kept_2C`, and count the others by their kind.
@@ -502,11 +503,13 @@ def _leave_out(  # noqa: PLR0917 - numba has no keyword-only arguments
     """
     compared = 0
     for index in range(a_RC.shape[1]):
-        x, y = a_RC[row, index] + 0.0, _second(b_RC, rest_RC, row, index)
+        x, y = a_RC[row, index] + 0.0, _second(b_RC, residual_RC, row, index)
         is_compared = abs(x) < np.inf and abs(y) < np.inf
         is_nan_a, is_nan_b = np.isnan(x), np.isnan(y)
-        place = index if columns_2C is not None else compared
-        kept_2C[0, place], kept_2C[1, place] = (x, y) if is_compared else (0.0 * kept_2C[0, 0], 0.0 * kept_2C[0, 0])
+        position = index if columns_2C is not None else compared
+        buffer_2C[0, position], buffer_2C[1, position] = (
+            (x, y) if is_compared else (0.0 * buffer_2C[0, 0], 0.0 * buffer_2C[0, 0])
+        )
         compared += int(is_compared)
         sums[1] += 1.0 if abs(x) < np.inf else 0.0
         if is_nan_a or is_nan_b:
@@ -518,12 +521,12 @@ def _leave_out(  # noqa: PLR0917 - numba has no keyword-only arguments
 
 
 @compiled
-def add_up(  # noqa: PLR0917 - as above
+def add_differences(  # noqa: PLR0917 - as above
     a_RC: NDArray[Any],
     b_RC: NDArray[Any],
-    rest_RC: NDArray[np.uint16] | None,
+    residual_RC: NDArray[np.uint16] | None,
     columns_2C: Floats | None,
-    kept_2C: NDArray[Any],
+    buffer_2C: NDArray[Any],
     sums_BM: Floats,
 ) -> None:
     """Add the differences between two matrices to `SUMS`, for each row or for all rows together.
@@ -534,23 +537,23 @@ def add_up(  # noqa: PLR0917 - as above
     """
     for row in range(a_RC.shape[0]):
         sums = sums_BM[row if sums_BM.shape[0] == a_RC.shape[0] else 0]
-        found = _add_row(a_RC, b_RC, rest_RC, row, columns_2C)
-        is_finite, size = found[4] < np.inf, a_RC.shape[1]
+        row_sums = _add_row(a_RC, b_RC, residual_RC, row, columns_2C)
+        is_finite, size = row_sums[4] < np.inf, a_RC.shape[1]
         if is_finite:
             sums[0] += a_RC.shape[1]
             sums[1] += a_RC.shape[1]
         else:
             # Few rows have non-finite elements, and only these check each element.
-            size = _leave_out(a_RC, b_RC, rest_RC, row, columns_2C, kept_2C, sums)
-            found = _add_row(kept_2C[:1, :size], kept_2C[1:, :size], None, 0, columns_2C)
-        sums[2] = max(sums[2], found[0])
-        for place in range(1, len(found)):
-            sums[2 + place] += found[place]
+            size = _copy_finite(a_RC, b_RC, residual_RC, row, columns_2C, buffer_2C, sums)
+            row_sums = _add_row(buffer_2C[:1, :size], buffer_2C[1:, :size], None, 0, columns_2C)
+        sums[2] = max(sums[2], row_sums[0])
+        for index in range(1, len(row_sums)):
+            sums[2 + index] += row_sums[index]
         if columns_2C is not None:
-            sums[13] += found[5] * found[5] - found[4]
+            sums[13] += row_sums[5] * row_sums[5] - row_sums[4]
             for column in range(columns_2C.shape[1]):
                 columns_2C[0, column] += columns_2C[1, column]
         elif is_finite:
             _add_relations(a_RC, b_RC, row, sums)
         else:
-            _add_relations(kept_2C[:1, :size], kept_2C[1:, :size], 0, sums)
+            _add_relations(buffer_2C[:1, :size], buffer_2C[1:, :size], 0, sums)

@@ -68,8 +68,8 @@ class Digest:
     def count(self, limits: Limits) -> Tallies:
         """Counts against other limits: exact if `is_exact`, or if the limits have at most eight significant bits."""
         starts = limits.overflow_start, limits.min_normal, limits.flush_limit
-        found = Digests.of(self).count(*(np.array([start]) for start in starts))
-        counts: dict[str, Any] = {kind: int(count[0]) for kind, count in found.items()}
+        columns = Digests.of(self).count(*(np.array([start]) for start in starts))
+        counts: dict[str, Any] = {kind: int(count[0]) for kind, count in columns.items()}
         return dataclasses.replace(self.tallies, **counts, per_sample=None)
 
     def quantiles(self, probabilities: Sequence[float | Fraction]) -> list[float | None]:
@@ -78,9 +78,9 @@ class Digest:
         NaN is ignored, infinities count. A quantile is None if there is no number. A float is taken as the decimal
         number that it prints as: 0.999 of 1,000 is 999.
         """
-        known = Digests.of(self)
-        found = (float(known.quantiles(one)[0]) for one in probabilities)
-        return [None if math.isnan(value) else value for value in found]
+        columns = Digests.of(self)
+        values = (float(columns.quantiles(probability)[0]) for probability in probabilities)
+        return [None if math.isnan(value) else value for value in values]
 
 
 CODE_KINDS = tuple(np.dtype(kind) for kind in ("u1", "u2", "f4", "f8"))
@@ -130,13 +130,8 @@ class Digests:
         """Number of distinct numbers of each record."""
         self.sample_sizes = sample_sizes
         """Number of samples of each record; -1 if its samples are not distinguished."""
-        self._kinds, self._codes, self._counts, self._samples, self._cached_metrics = (
-            kinds,
-            codes,
-            counts,
-            samples,
-            cached_metrics,
-        )
+        self._kinds, self._codes, self._counts = kinds, codes, counts
+        self._samples, self._cached_metrics = samples, cached_metrics
 
     @classmethod
     def of(cls, digest: Digest) -> Digests:
@@ -172,21 +167,21 @@ class Digests:
         """The numbers of all records, those of each record in ascending order; zeros of both signs are 0."""
         names = np.unique(np.array(self.dtypes, dtype=object), return_inverse=True)[1]
         changes = np.flatnonzero((np.diff(names) != 0) | (np.diff(self._kinds) != 0)) + 1
-        found, ends = [np.zeros(0)], self.code_ends
+        parts, ends = [np.zeros(0)], self.code_ends
         for first, last in itertools.pairwise([0, *changes.tolist(), len(self)]):
             kind = CODE_KINDS[int(self._kinds[first])] if len(self) else CODE_KINDS[0]
             numbers = np.frombuffer(self.codes[ends[first] : ends[last]].tobytes(), dtype=kind)
             if numbers.size:
                 dtype = None if kind.kind == "f" else numpy_dtype(self.dtypes[first])
-                found.append(numbers.astype(np.float64) if dtype is None else numbers_of_patterns(dtype)[numbers])
-        return np.concatenate(found)
+                parts.append(numbers.astype(np.float64) if dtype is None else numbers_of_patterns(dtype)[numbers])
+        return np.concatenate(parts)
 
-    def values_at(self, places: Integers) -> Floats:
+    def values_at(self, indices: Integers) -> Floats:
         """Some of `values`; if all records have the same narrow dtype, the other values are not computed."""
         if "values" in self.__dict__ or self.patterns is None:
-            return self.values[places]
+            return self.values[indices]
         codes, numbers = self.patterns
-        return numbers[codes[places]]
+        return numbers[codes[indices]]
 
     @functools.cached_property
     def patterns(self) -> tuple[Integers, Floats] | None:
@@ -215,11 +210,11 @@ class Digests:
         """The `stored_counts` as int64."""
         return self.stored_counts.astype(np.int64)
 
-    def stored_pairs(self, place: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def stored_pairs(self, row: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """The numbers of one record and their counts, in the types in which they are stored."""
-        codes = self.codes[self.code_ends[place] : self.code_ends[place + 1]]
-        kind = CODE_KINDS[int(self._kinds[place])]
-        return np.frombuffer(codes.tobytes(), kind), self.stored_counts[self.starts[place] : self.starts[place + 1]]
+        codes = self.codes[self.code_ends[row] : self.code_ends[row + 1]]
+        kind = CODE_KINDS[int(self._kinds[row])]
+        return np.frombuffer(codes.tobytes(), kind), self.stored_counts[self.starts[row] : self.starts[row + 1]]
 
     @functools.cached_property
     def samples(self) -> Floats:
@@ -239,33 +234,33 @@ class Digests:
     @functools.cached_property
     def ranks(self) -> Integers:
         """The number of elements before each of `values`, over all records, and the number of all elements."""
-        found = np.zeros(self.stored_counts.size + 1, dtype=np.int64)
+        totals = np.zeros(self.stored_counts.size + 1, dtype=np.int64)
         # Widened first: `cumsum` of narrow integers into an int64 array takes ten times as long.
-        found[1:] = self.stored_counts
-        return np.cumsum(found, out=found)
+        totals[1:] = self.stored_counts
+        return np.cumsum(totals, out=totals)
 
     def tally(self, kind: str) -> Integers:
         """The column of `num_elements` or of one of `KINDS`."""
-        found: Integers = self.tallies[:, 0 if kind == "num_elements" else 1 + KINDS.index(kind)]
-        return found
+        column: Integers = self.tallies[:, 0 if kind == "num_elements" else 1 + KINDS.index(kind)]
+        return column
 
     def end(self, name: str) -> Floats:
         """The column of one of `ENDS`."""
-        found: Floats = self.ends[:, ENDS.index(name)]
-        return found
+        column: Floats = self.ends[:, ENDS.index(name)]
+        return column
 
     def statistic(self, name: str) -> Floats:
         """The column of one of `STATISTICS`."""
-        found: Floats = self.statistics[:, STATISTICS.index(name)]
-        return found
+        column: Floats = self.statistics[:, STATISTICS.index(name)]
+        return column
 
     def search(self, numbers: Floats, *, side: Literal["left", "right"]) -> Integers:
         """For each record, the index in `values` at which its number would be inserted, as by `numpy.searchsorted`."""
         low, high = self.starts[:-1].copy(), self.starts[1:].copy()
         while (is_open := low < high).any():
             middle = (low + high) // 2
-            found = self.values_at(np.where(is_open, middle, 0))
-            is_before = is_open & (found < numbers if side == "left" else found <= numbers)
+            middle_values = self.values_at(np.where(is_open, middle, 0))
+            is_before = is_open & (middle_values < numbers if side == "left" else middle_values <= numbers)
             low = np.where(is_before, middle + 1, low)
             high = np.where(is_open & ~is_before, middle, high)
         return low
@@ -298,46 +293,46 @@ class Digests:
 
     def quantiles(self, probability: float | Fraction) -> Floats:
         """The quantile of each record, as in `Digest.quantiles`; NaN if there is no number."""
-        part = Fraction(str(probability))
+        fraction = Fraction(str(probability))
         totals = self.ranks[self.starts[1:]] - self.ranks[self.starts[:-1]]
         # In integers, as the float 0.999 times 1,000 is above 999; in integers of Python if int64 would overflow.
-        is_long = part.numerator * int(totals.max(initial=0)) > np.iinfo(np.int64).max
+        is_long = fraction.numerator * int(totals.max(initial=0)) > np.iinfo(np.int64).max
         exact = totals.astype(object) if is_long else totals
-        places = (-(-exact * part.numerator // part.denominator)).astype(np.int64)
-        places = np.clip(places, 1, np.maximum(totals, 1))
-        index = np.searchsorted(self.ranks, self.ranks[self.starts[:-1]] + places, side="left") - 1
-        found = np.full(len(self), math.nan)
-        is_known = totals > 0
-        found[is_known] = self.values_at(index[is_known])
-        return found
+        positions = (-(-exact * fraction.numerator // fraction.denominator)).astype(np.int64)
+        positions = np.clip(positions, 1, np.maximum(totals, 1))
+        index = np.searchsorted(self.ranks, self.ranks[self.starts[:-1]] + positions, side="left") - 1
+        quantiles = np.full(len(self), math.nan)
+        has_numbers = totals > 0
+        quantiles[has_numbers] = self.values_at(index[has_numbers])
+        return quantiles
 
-    def pairs_of(self, place: int) -> tuple[Floats, Integers]:
+    def pairs(self, row: int) -> tuple[Floats, Integers]:
         """The numbers of one record and their counts."""
-        part = slice(int(self.starts[place]), int(self.starts[place + 1]))
+        part = slice(int(self.starts[row]), int(self.starts[row + 1]))
         return self.values[part], self.counts[part]
 
-    def digest(self, place: int) -> Digest:
+    def digest(self, row: int) -> Digest:
         """The digest of one record."""
-        known = (None if math.isnan(end) else end for end in self.ends[place].tolist())
-        ends: dict[str, Any] = dict(zip(ENDS, known, strict=True))
-        values, counts = self.pairs_of(place)
+        extremes = (None if math.isnan(end) else end for end in self.ends[row].tolist())
+        ends: dict[str, Any] = dict(zip(ENDS, extremes, strict=True))
+        values, counts = self.pairs(row)
         samples = None
-        if self.sample_sizes[place] >= 0:
-            start = int(np.maximum(self.sample_sizes[:place], 0).sum())
-            own = self.samples[start : start + int(self.sample_sizes[place])]
-            samples = dict(zip(SAMPLE_METRICS, own.T, strict=True))
+        if self.sample_sizes[row] >= 0:
+            start = int(np.maximum(self.sample_sizes[:row], 0).sum())
+            sample_rows = self.samples[start : start + int(self.sample_sizes[row])]
+            samples = dict(zip(SAMPLE_METRICS, sample_rows.T, strict=True))
         return Digest(
-            dtype=self.dtypes[place],
-            statistics=Statistics.from_vector(self.statistics[place]),
+            dtype=self.dtypes[row],
+            statistics=Statistics.from_vector(self.statistics[row]),
             tallies=Tallies(
-                **dict(zip(("num_elements", *KINDS), self.tallies[place].tolist(), strict=True)),
+                **dict(zip(("num_elements", *KINDS), self.tallies[row].tolist(), strict=True)),
                 **ends,
                 per_sample=None,
             ),
             values=values,
             counts=counts,
-            is_exact=bool(self.is_exact[place]),
-            has_values=bool(self.has_values[place]),
+            is_exact=bool(self.is_exact[row]),
+            has_values=bool(self.has_values[row]),
             samples=samples,
         )
 
@@ -350,10 +345,10 @@ class Digests:
         tallies[is_mask, lower] -= tallies[is_mask, inf]
 
         def samples() -> Floats:
-            found = self.samples.copy()
-            of_masks = np.repeat(is_mask, np.maximum(self.sample_sizes, 0))
-            found[of_masks, SAMPLE_METRICS.index("lower")] -= found[of_masks, SAMPLE_METRICS.index("inf")]
-            return found
+            corrected = self.samples.copy()
+            is_masked = np.repeat(is_mask, np.maximum(self.sample_sizes, 0))
+            corrected[is_masked, SAMPLE_METRICS.index("lower")] -= corrected[is_masked, SAMPLE_METRICS.index("inf")]
+            return corrected
 
         return Digests(
             dtypes=self.dtypes,
@@ -384,13 +379,13 @@ def merge_tally_columns(tallies: Integers, ends: Floats, starts: Integers) -> tu
     with np.errstate(invalid="ignore"):
         smallest = np.fmin.reduceat(ends[:, [0, 3]], starts)
         largest = np.fmax.reduceat(ends[:, [1, 2]], starts)
-    together = np.stack([smallest[:, 0], largest[:, 0], largest[:, 1], smallest[:, 1]], axis=1)
-    return np.add.reduceat(tallies, starts), together
+    merged_ends = np.stack([smallest[:, 0], largest[:, 0], largest[:, 1], smallest[:, 1]], axis=1)
+    return np.add.reduceat(tallies, starts), merged_ends
 
 
 def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
     """The statistics of groups of consecutive rows: `merge_statistics` of the rows of each group."""
-    columns = {name: statistics[:, place] for place, name in enumerate(STATISTICS)}
+    columns = {name: statistics[:, column] for column, name in enumerate(STATISTICS)}
     owners = np.repeat(np.arange(len(starts)), np.diff([*starts, len(statistics)]))
     ends = {
         "minimum": np.fmin.reduceat(columns["minimum"], starts),
@@ -415,14 +410,14 @@ def merge_statistic_columns(statistics: Floats, starts: Integers) -> Floats:
             fourth + 4 * shift * third + 6 * shift_2 * second + counts * shift_2 * shift_2,
         ]
         # If all values are equal, the moments would be rounding errors of their mean.
-        is_one = ends["minimum"] == ends["maximum"]
-        merged = [np.where(is_one, 0.0, np.add.reduceat(moment, starts)) for moment in moments]
+        is_constant = ends["minimum"] == ends["maximum"]
+        merged = [np.where(is_constant, 0.0, np.add.reduceat(moment, starts)) for moment in moments]
         magnitudes = np.add.reduceat(sums["sum_magnitudes"], starts)
     elements = np.add.reduceat(columns["num_elements"], starts)
-    found = np.stack([elements, finite, totals, *merged, magnitudes, *ends.values()], axis=1)
-    is_alone = np.diff([*starts, len(statistics)]) == 1
-    found[is_alone] = statistics[np.asarray(starts)[is_alone]]
-    return found
+    stacked = np.stack([elements, finite, totals, *merged, magnitudes, *ends.values()], axis=1)
+    is_single = np.diff([*starts, len(statistics)]) == 1
+    stacked[is_single] = statistics[np.asarray(starts)[is_single]]
+    return stacked
 
 
 def exponents_of(absmax: Floats) -> Integers:
@@ -467,7 +462,7 @@ def finite(digest: Digest) -> Finite:
 
 Part = TypeVar("Part")
 
-KEPT_CELLS = 1 << 13
+SUMMARY_CELLS = 1 << 13
 """The cells of the summary of a record. Up to twice as many distinct values are stored exactly."""
 
 MERGED_CELLS = 1 << 16
@@ -476,8 +471,8 @@ MERGED_CELLS = 1 << 16
 MAX_RANK_ERROR = 2.0**-10
 """The largest error of the fraction of values at or below a number.
 
-An error is at most 2 / `KEPT_CELLS` plus 2 / `MERGED_CELLS` for each doubling of the number of parts, which are up to
-2**10 runs of each of up to 2**13 records.
+An error is at most 2 / `SUMMARY_CELLS` plus 2 / `MERGED_CELLS` for each doubling of the number of parts, which are up
+to 2**10 runs of each of up to 2**13 records.
 """
 
 _REST = 44
@@ -521,8 +516,8 @@ class Summarizer:
     """Summarizes the values of arrays of any wide dtype; for complex values, the larger part of each."""
 
     def __init__(self) -> None:
-        self._waiting: list[NDArray[Any]] = []
-        self._num_waiting = 0
+        self._pending: list[NDArray[Any]] = []
+        self._num_pending = 0
         self._stack: list[Summary] = []
         self._num_parts = 0
 
@@ -533,42 +528,42 @@ class Summarizer:
         flat = real if real.dtype in (np.float32, np.float64) else real.astype(np.float64)
         for start in range(0, flat.size, RUN):
             piece = flat[start : start + RUN]
-            if self._num_waiting + piece.size > RUN:
+            if self._num_pending + piece.size > RUN:
                 self._sort()
-            self._waiting.append(piece)
-            self._num_waiting += piece.size
+            self._pending.append(piece)
+            self._num_pending += piece.size
 
     def summary(self) -> Summary:
         """The summary of all values that were added."""
         self._sort()
-        return merge_summaries([_NOTHING, *self._stack], num_cells=KEPT_CELLS)
+        return merge_summaries([_EMPTY, *self._stack], num_cells=SUMMARY_CELLS)
 
     def _sort(self) -> None:
-        if not self._waiting:
+        if not self._pending:
             return
-        ascending = np.sort(np.concatenate(self._waiting))
-        self._waiting.clear()
-        self._num_waiting = 0
+        ascending = np.sort(np.concatenate(self._pending))
+        self._pending.clear()
+        self._num_pending = 0
         self._num_parts += 1
         numbers = ascending[: np.searchsorted(ascending, np.inf, side="right")]
-        push(self._stack, _summary_of(numbers), number=self._num_parts, merge=merge_summaries)
+        push(self._stack, _summarize(numbers), number=self._num_parts, merge=merge_summaries)
 
 
-_NOTHING = Summary(np.zeros(0), np.zeros(0, dtype=np.int64), is_exact=True)
+_EMPTY = Summary(np.zeros(0), np.zeros(0, dtype=np.int64), is_exact=True)
 
 
-def _summary_of(ascending: NDArray[Any]) -> Summary:
+def _summarize(ascending: NDArray[Any]) -> Summary:
     """The summary of ascending numbers."""
-    is_kept = np.append(ascending[1:] != ascending[:-1], np.ones(min(1, ascending.size), dtype=np.bool_))
-    is_exact = int(np.count_nonzero(is_kept)) <= 2 * MERGED_CELLS
+    is_representative = np.append(ascending[1:] != ascending[:-1], np.ones(min(1, ascending.size), dtype=np.bool_))
+    is_exact = int(np.count_nonzero(is_representative)) <= 2 * MERGED_CELLS
     if not is_exact:
         # Merges whole rows of close values at once: far fewer steps than merging single values.
         rows = ascending[: ascending.size // _STEP * _STEP].reshape(-1, _STEP)
         is_close = _groups(rows[:, 0]) == _groups(rows[:, -1])
-        is_kept[: rows.size].reshape(rows.shape)[is_close] = np.arange(_STEP) == _STEP - 1
-        is_kept[:2] = True  # as `thin` does
-    (places,) = np.nonzero(is_kept)
-    values, counts = ascending[places].astype(np.float64), np.diff(places, prepend=-1)
+        is_representative[: rows.size].reshape(rows.shape)[is_close] = np.arange(_STEP) == _STEP - 1
+        is_representative[:2] = True  # as `thin` does
+    (indices,) = np.nonzero(is_representative)
+    values, counts = ascending[indices].astype(np.float64), np.diff(indices, prepend=-1)
     return _thinned(values, counts, num_cells=MERGED_CELLS, is_exact=is_exact)
 
 
@@ -588,5 +583,5 @@ def _thinned(values: NDArray[np.float64], counts: NDArray[np.int64], *, num_cell
     distinct, sums = values[starts] + 0.0, np.add.reduceat(counts, starts)
     if starts.size <= 2 * num_cells:
         return Summary(distinct, sums, is_exact)
-    cached_metrics, num_merged = thin(distinct, sums, _groups(distinct), num_cells)
-    return Summary(distinct[:cached_metrics], sums[:cached_metrics].copy(), is_exact and not num_merged)
+    num_values, num_merged = thin(distinct, sums, _groups(distinct), num_cells)
+    return Summary(distinct[:num_values], sums[:num_values].copy(), is_exact and not num_merged)

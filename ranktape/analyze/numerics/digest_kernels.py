@@ -59,19 +59,19 @@ _NUM_NATURES = len(Nature)
 
 
 @compiled
-def _count_listed(patterns_I: NDArray[Any], table_P: NDArray[np.uint32], found_D: NDArray[np.uint16]) -> int:
+def _count_listed(patterns_I: NDArray[Any], table_P: NDArray[np.uint32], patterns_D: NDArray[np.uint16]) -> int:
     """Count the patterns and list each one that is new; returns the number of distinct patterns."""
     num = 0
     for pattern in patterns_I:
         before = table_P[pattern]
         table_P[pattern] = before + np.uint32(1)
-        found_D[num] = pattern
+        patterns_D[num] = pattern
         num += before == 0
     return num
 
 
 @compiled
-def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> None:
+def _count_interleaved(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> None:
     """Count the patterns, adjacent elements in different tables."""
     first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
     num_fours = patterns_I.size // 4
@@ -93,7 +93,7 @@ def _count_apart(patterns_I: NDArray[Any], tables_TP: NDArray[np.uint32]) -> Non
 
 
 @compiled
-def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_D: NDArray[np.int64]) -> int:
+def _collect(tables_TP: NDArray[np.uint32], patterns_D: NDArray[np.uint16], counts_D: NDArray[np.int64]) -> int:
     """List the patterns that `_count_apart` counted, ascending, and clear the tables; returns their number."""
     first, second, third, fourth = tables_TP[0], tables_TP[1], tables_TP[2], tables_TP[3]
     pairs_TP = tables_TP.view(np.uint64)
@@ -107,7 +107,7 @@ def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_
         if any_set:
             for pattern in range(start, start + _GROUP):
                 count = np.int64(first[pattern]) + second[pattern] + third[pattern] + fourth[pattern]
-                found_D[num] = pattern
+                patterns_D[num] = pattern
                 counts_D[num] = count
                 num += count > 0
             tables_TP[:, start : start + _GROUP] = 0
@@ -116,7 +116,7 @@ def _collect(tables_TP: NDArray[np.uint32], found_D: NDArray[np.uint16], counts_
 
 @compiled
 def _fill_metrics(
-    found_D: NDArray[np.uint16],
+    patterns_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
@@ -126,8 +126,8 @@ def _fill_metrics(
     upper = lower = underflow = nan = zero = finite = np.int64(0)
     total, squares, moment = 0.0, 0.0, 0.0
     smallest, largest = np.inf, -np.inf
-    for place in range(found_D.size):
-        value, nature, count = values_P[found_D[place]], natures_P[found_D[place]], counts_D[place]
+    for index in range(patterns_D.size):
+        value, nature, count = values_P[patterns_D[index]], natures_P[patterns_D[index]], counts_D[index]
         upper += count if nature == _UPPER else 0
         lower += count if nature == _LOWER else 0
         underflow += count if nature == _UNDERFLOW else 0
@@ -140,10 +140,10 @@ def _fill_metrics(
             smallest, largest = min(smallest, value), max(largest, value)
     mean = total / finite if finite else np.nan
     if smallest < largest:
-        for place in range(found_D.size):
-            if natures_P[found_D[place]] < _UPPER:
-                difference = values_P[found_D[place]] - mean
-                moment += difference * difference * counts_D[place]
+        for index in range(patterns_D.size):
+            if natures_P[patterns_D[index]] < _UPPER:
+                difference = values_P[patterns_D[index]] - mean
+                moment += difference * difference * counts_D[index]
     metrics_F[0] = finite + upper + lower + nan
     metrics_F[1], metrics_F[2], metrics_F[3], metrics_F[4] = finite, upper, lower, underflow
     metrics_F[5], metrics_F[6], metrics_F[7] = nan, upper + lower, zero
@@ -160,8 +160,8 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
     patterns_SI: NDArray[Any],
     tables_TP: NDArray[np.uint32],
     totals_P: NDArray[np.int64],
-    met_D: NDArray[np.uint16],
-    num_met: int,
+    listed_D: NDArray[np.uint16],
+    num_listed: int,
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
     metrics_SF: NDArray[np.float64],
@@ -171,36 +171,36 @@ def count_samples(  # noqa: PLR0917  # compiled code is not called by keywords
     No metrics are computed if `metrics_SF` has no rows. The tables are zero before and after. Returns the number of
     patterns in `met_D`.
     """
-    found_D = np.empty(min(patterns_SI.shape[1], tables_TP.shape[1]) + 64, dtype=np.uint16)
-    counts_D = np.empty(found_D.size, dtype=np.int64)
+    patterns_D = np.empty(min(patterns_SI.shape[1], tables_TP.shape[1]) + 64, dtype=np.uint16)
+    counts_D = np.empty(patterns_D.size, dtype=np.int64)
     for sample in range(patterns_SI.shape[0]):
         patterns_I = patterns_SI[sample]
         if patterns_I.size < SMALL and patterns_I.itemsize == HALF_NBYTES:
-            num = _count_listed(patterns_I, tables_TP[0], found_D)
-            for place in range(num):
-                counts_D[place] = tables_TP[0, found_D[place]]
-                tables_TP[0, found_D[place]] = np.uint32(0)
+            num = _count_listed(patterns_I, tables_TP[0], patterns_D)
+            for index in range(num):
+                counts_D[index] = tables_TP[0, patterns_D[index]]
+                tables_TP[0, patterns_D[index]] = np.uint32(0)
         else:
-            _count_apart(patterns_I, tables_TP)
-            num = _collect(tables_TP, found_D, counts_D)
-        for place in range(num):
-            pattern = found_D[place]
-            met_D[num_met] = pattern
-            num_met += totals_P[pattern] == 0
-            totals_P[pattern] += counts_D[place]
+            _count_interleaved(patterns_I, tables_TP)
+            num = _collect(tables_TP, patterns_D, counts_D)
+        for index in range(num):
+            pattern = patterns_D[index]
+            listed_D[num_listed] = pattern
+            num_listed += totals_P[pattern] == 0
+            totals_P[pattern] += counts_D[index]
         if metrics_SF.shape[0]:
-            _fill_metrics(found_D[:num], counts_D[:num], values_P, natures_P, metrics_SF[sample])
-    return num_met
+            _fill_metrics(patterns_D[:num], counts_D[:num], values_P, natures_P, metrics_SF[sample])
+    return num_listed
 
 
 @compiled
 def _sort_values(  # noqa: PLR0917  # as above
-    met_D: NDArray[np.uint16],
+    listed_D: NDArray[np.uint16],
     totals_P: NDArray[np.int64],
     natures_P: NDArray[np.uint8],
     ranks_P: NDArray[np.uint16],
     codes_P: NDArray[np.uint16],
-    of_ranks_P: NDArray[np.int64],
+    rank_counts_P: NDArray[np.int64],
     tallies_K: NDArray[np.int64],
     codes_D: NDArray[np.uint16],
     counts_D: NDArray[np.int64],
@@ -209,16 +209,16 @@ def _sort_values(  # noqa: PLR0917  # as above
 
     Zeros of both signs have the same rank, and therefore one pattern in `codes_P`. Returns the number of patterns.
     """
-    of_natures = np.zeros(_NUM_NATURES, dtype=np.int64)
+    nature_counts = np.zeros(_NUM_NATURES, dtype=np.int64)
     marks = np.zeros((ranks_P.size + 63) // 64, dtype=np.uint64)
-    for place in range(met_D.size):
-        pattern = met_D[place]
+    for index in range(listed_D.size):
+        pattern = listed_D[index]
         count, nature = totals_P[pattern], natures_P[pattern]
         totals_P[pattern] = 0
-        of_natures[nature] += count
+        nature_counts[nature] += count
         if nature != _NAN:
             rank = ranks_P[pattern]
-            of_ranks_P[rank] += count
+            rank_counts_P[rank] += count
             marks[rank >> 6] |= np.uint64(1) << np.uint64(rank & 63)
     num = 0
     for word in range(marks.size):
@@ -226,13 +226,13 @@ def _sort_values(  # noqa: PLR0917  # as above
             for bit in range(64):
                 if (marks[word] >> np.uint64(bit)) & np.uint64(1):
                     rank = 64 * word + bit
-                    codes_D[num], counts_D[num] = codes_P[rank], of_ranks_P[rank]
-                    of_ranks_P[rank] = 0
+                    codes_D[num], counts_D[num] = codes_P[rank], rank_counts_P[rank]
+                    rank_counts_P[rank] = 0
                     num += 1
-    upper, lower = of_natures[_UPPER], of_natures[_LOWER]
-    tallies_K[0] = of_natures.sum()
-    tallies_K[1], tallies_K[2], tallies_K[3], tallies_K[4] = upper, lower, of_natures[_UNDERFLOW], 0
-    tallies_K[5], tallies_K[6], tallies_K[7] = of_natures[_NAN], upper + lower, of_natures[_ZERO]
+    upper, lower = nature_counts[_UPPER], nature_counts[_LOWER]
+    tallies_K[0] = nature_counts.sum()
+    tallies_K[1], tallies_K[2], tallies_K[3], tallies_K[4] = upper, lower, nature_counts[_UNDERFLOW], 0
+    tallies_K[5], tallies_K[6], tallies_K[7] = nature_counts[_NAN], upper + lower, nature_counts[_ZERO]
     return num
 
 
@@ -257,11 +257,11 @@ def fill_statistics(
     minimum, maximum, smallest = np.inf, -np.inf, np.inf
     for start in range(first, values_D.size, _RUN):
         part, part_magnitudes = 0.0, 0.0
-        for place in range(start, min(start + _RUN, values_D.size)):
-            value = values_D[place]
+        for index in range(start, min(start + _RUN, values_D.size)):
+            value = values_D[index]
             if abs(value) < np.inf:
-                weighted = value * counts_D[place]
-                finite += counts_D[place]
+                weighted = value * counts_D[index]
+                finite += counts_D[index]
                 part += weighted
                 part_magnitudes += abs(weighted)
                 minimum, maximum = min(minimum, value), max(maximum, value)
@@ -281,12 +281,12 @@ def fill_statistics(
     mean = total / finite
     for start in range(first, values_D.size, _RUN):
         second, third, fourth = 0.0, 0.0, 0.0
-        for place in range(start, min(start + _RUN, values_D.size)):
-            difference = values_D[place] - mean if abs(values_D[place]) < np.inf else 0.0
+        for index in range(start, min(start + _RUN, values_D.size)):
+            difference = values_D[index] - mean if abs(values_D[index]) < np.inf else 0.0
             square = difference * difference
-            second += square * counts_D[place]
-            third += square * difference * counts_D[place]
-            fourth += square * square * counts_D[place]
+            second += square * counts_D[index]
+            third += square * difference * counts_D[index]
+            fourth += square * square * counts_D[index]
         statistics_K[3] += second
         statistics_K[4] += third
         statistics_K[5] += fourth
@@ -294,13 +294,13 @@ def fill_statistics(
 
 @compiled
 def finish_record(  # noqa: PLR0917  # as above
-    met_D: NDArray[np.uint16],
+    listed_D: NDArray[np.uint16],
     totals_P: NDArray[np.int64],
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
     ranks_P: NDArray[np.uint16],
     codes_P: NDArray[np.uint16],
-    of_ranks_P: NDArray[np.int64],
+    rank_counts_P: NDArray[np.int64],
     statistics_K: NDArray[np.float64],
     tallies_K: NDArray[np.int64],
     ends_K: NDArray[np.float64],
@@ -308,10 +308,10 @@ def finish_record(  # noqa: PLR0917  # as above
     counts_D: NDArray[np.int64],
 ) -> int:
     """Write the digest of a record whose patterns were counted; returns its number of distinct numbers."""
-    num = _sort_values(met_D, totals_P, natures_P, ranks_P, codes_P, of_ranks_P, tallies_K, codes_D, counts_D)
+    num = _sort_values(listed_D, totals_P, natures_P, ranks_P, codes_P, rank_counts_P, tallies_K, codes_D, counts_D)
     values_D = np.empty(num)
-    for place in range(num):
-        values_D[place] = values_P[codes_D[place]] + 0.0
+    for index in range(num):
+        values_D[index] = values_P[codes_D[index]] + 0.0
     fill_statistics(values_D, counts_D[:num], tallies_K[0], statistics_K, ends_K)
     return num
 
@@ -321,12 +321,12 @@ def digest_records(  # noqa: PLR0917  # as above
     patterns_RSI: NDArray[Any],
     tables_TP: NDArray[np.uint32],
     totals_P: NDArray[np.int64],
-    met_P: NDArray[np.uint16],
+    listed_P: NDArray[np.uint16],
     values_P: NDArray[np.float64],
     natures_P: NDArray[np.uint8],
     ranks_P: NDArray[np.uint16],
     codes_P: NDArray[np.uint16],
-    of_ranks_P: NDArray[np.int64],
+    rank_counts_P: NDArray[np.int64],
     metrics_RSF: NDArray[np.float64],
     statistics_RK: NDArray[np.float64],
     tallies_RK: NDArray[np.int64],
@@ -341,17 +341,17 @@ def digest_records(  # noqa: PLR0917  # as above
     """
     start = 0
     for record in range(patterns_RSI.shape[0]):
-        num_met = count_samples(
-            patterns_RSI[record], tables_TP, totals_P, met_P, 0, values_P, natures_P, metrics_RSF[record]
+        num_listed = count_samples(
+            patterns_RSI[record], tables_TP, totals_P, listed_P, 0, values_P, natures_P, metrics_RSF[record]
         )
         sizes_R[record] = finish_record(
-            met_P[:num_met],
+            listed_P[:num_listed],
             totals_P,
             values_P,
             natures_P,
             ranks_P,
             codes_P,
-            of_ranks_P,
+            rank_counts_P,
             statistics_RK[record],
             tallies_RK[record],
             ends_RK[record],
@@ -374,25 +374,25 @@ def thin(
     Returns the number of values left, and the number of distinct ones that were merged into others.
     """
     total = counts_N.sum()
-    kept, num_merged, place = 0, 0, 0
+    num_kept, num_merged, index = 0, 0, 0
     # Ranks are multiplied by `num_cells`, so that a cell ends at a multiple of `total`.
     end, end_of_cell, previous = np.int64(0), np.int64(0), np.int64(0)
     previous_group = np.int64(0)
-    while place < values_N.size:
-        value, group, count = values_N[place], groups_N[place], np.int64(0)
-        while place < values_N.size and values_N[place] == value:
-            count += counts_N[place]
-            place += 1
+    while index < values_N.size:
+        value, group, count = values_N[index], groups_N[index], np.int64(0)
+        while index < values_N.size and values_N[index] == value:
+            count += counts_N[index]
+            index += 1
         end += count * num_cells
-        is_near = num_cells > 0 and end <= end_of_cell and previous < total
-        if is_near and group == previous_group and kept > 2:  # noqa: PLR2004 - see the docstring
+        is_mergeable = num_cells > 0 and end <= end_of_cell and previous < total
+        if is_mergeable and group == previous_group and num_kept > 2:  # noqa: PLR2004 - see the docstring
             num_merged += 1
-            counts_N[kept - 1] += count
+            counts_N[num_kept - 1] += count
         else:
-            counts_N[kept] = count
-            kept += 1
-        values_N[kept - 1] = value
+            counts_N[num_kept] = count
+            num_kept += 1
+        values_N[num_kept - 1] = value
         previous, previous_group = count * num_cells, group
         if end > end_of_cell:
             end_of_cell = (end + total - 1) // total * total
-    return kept, num_merged
+    return num_kept, num_merged

@@ -89,12 +89,12 @@ def linear_edges(first: float, last: float, *, num_bins: int) -> NDArray[np.floa
 def count_between(digest: Digest, edges: NDArray[np.float64]) -> Bins:
     """The values in bins between ascending edges, for example those of the bins of another digest."""
     numbers = finite(digest)
-    places = np.searchsorted(edges, numbers.values, side="right") - 1
+    bin_indices = np.searchsorted(edges, numbers.values, side="right") - 1
     if edges.size:
-        places[numbers.values == edges[-1]] = edges.size - 2
+        bin_indices[numbers.values == edges[-1]] = edges.size - 2
     with np.errstate(over="ignore"):
         widths = np.diff(edges)
-    return _count(digest, edges=edges, widths=widths, places=places)
+    return _count(digest, edges=edges, widths=widths, bin_indices=bin_indices)
 
 
 def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
@@ -110,9 +110,9 @@ def log2_bins(digest: Digest, per_binade: int = 1) -> Bins:
     if exponents.size:
         # frexp gives [0.5, 1) * 2**exponent.
         edges = binade_edges(int(exponents.min()) - 1, int(exponents.max()), per_binade=per_binade)
-    places = np.searchsorted(edges, magnitudes, side="right") - 1
+    bin_indices = np.searchsorted(edges, magnitudes, side="right") - 1
     widths = np.full(max(0, edges.size - 1), 1 / per_binade)
-    return _count(digest, edges=edges, widths=widths, places=places)
+    return _count(digest, edges=edges, widths=widths, bin_indices=bin_indices)
 
 
 def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float64]:
@@ -124,15 +124,15 @@ def binade_edges(first: int, last: int, *, per_binade: int) -> NDArray[np.float6
 
 
 def _count(
-    digest: Digest, *, edges: NDArray[np.float64], widths: NDArray[np.float64], places: NDArray[np.int64]
+    digest: Digest, *, edges: NDArray[np.float64], widths: NDArray[np.float64], bin_indices: NDArray[np.int64]
 ) -> Bins:
     """The bins, given the index of the bin of each distinct value; indices out of range are ignored."""
     numbers = finite(digest)
-    is_inside = (places >= 0) & (places < widths.size)
+    is_inside = (bin_indices >= 0) & (bin_indices < widths.size)
 
     def total(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         counts = np.zeros(widths.size, dtype=np.int64)
-        np.add.at(counts, places[chosen], numbers.counts[chosen])
+        np.add.at(counts, bin_indices[chosen], numbers.counts[chosen])
         return counts
 
     is_negative = is_inside & (numbers.values < 0)
@@ -154,7 +154,7 @@ NARROW_FORMATS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRange:
+class FormatRange:
     """The effect of a format on values that are divided by 2**`scale_exponent`. Each value is in exactly one count.
 
     Exponents are those of the format's values times the scale.
@@ -206,28 +206,28 @@ def aligned_exponent(digest: Digest, row: Format) -> int | None:
     return row.largest_alignment(largest) if largest else None
 
 
-def held_by(digest: Digest, row: Format, scale_exponent: int = 0) -> HeldRange:
+def format_range(digest: Digest, row: Format, scale_exponent: int = 0) -> FormatRange:
     """The effect of a format, with its own rounding, on values that are divided by 2**`scale_exponent`.
 
     The counts are exact unless the digest is not exact and the format has more than six mantissa bits. If only
     statistics were stored, only the counts of zeros, NaN and infinities are known, and the others are 0.
     """
-    found = digest.count(format_limits(row, exponent=scale_exponent))
-    above = found.upper + found.lower - found.inf if digest.has_values else 0
-    num_ordinary = found.num_finite - found.zero if digest.has_values else 0
-    return HeldRange(
+    tallies = digest.count(format_limits(row, exponent=scale_exponent))
+    above = tallies.upper + tallies.lower - tallies.inf if digest.has_values else 0
+    num_ordinary = tallies.num_finite - tallies.zero if digest.has_values else 0
+    return FormatRange(
         format=row.name,
         scale_exponent=scale_exponent,
         highest_exponent=row.emax + scale_exponent,
         lowest_normal_exponent=math.frexp(row.min_normal)[1] - 1 + scale_exponent,
         lowest_exponent=math.frexp(row.min_subnormal)[1] - 1 + scale_exponent,
         above=above,
-        normal=num_ordinary - above - found.underflow,
-        subnormal=max(0, found.underflow - found.flushed),
-        flushed=found.flushed,
-        zero=found.zero,
-        nan=found.nan,
-        inf=found.inf,
+        normal=num_ordinary - above - tallies.underflow,
+        subnormal=max(0, tallies.underflow - tallies.flushed),
+        flushed=tallies.flushed,
+        zero=tallies.zero,
+        nan=tallies.nan,
+        inf=tallies.inf,
     )
 
 
@@ -255,9 +255,9 @@ class Distances:
     @property
     def differ(self) -> bool | None:
         """Whether the distributions certainly differ; None if no distance is known."""
-        known = [value for value in (self.kolmogorov_smirnov, self.total_variation) if value is not None]
-        least = 0.0 if self.is_exact else MAX_RANK_ERROR
-        return (self.kolmogorov_smirnov or 0.0) > least or bool(self.total_variation) if known else None
+        distances = [value for value in (self.kolmogorov_smirnov, self.total_variation) if value is not None]
+        tolerance = 0.0 if self.is_exact else MAX_RANK_ERROR
+        return (self.kolmogorov_smirnov or 0.0) > tolerance or bool(self.total_variation) if distances else None
 
 
 def distance(a: Digest, b: Digest) -> Distances:
@@ -281,11 +281,11 @@ def distance(a: Digest, b: Digest) -> Distances:
 
 
 def _between_finite(a: Digest, b: Digest) -> tuple[float | None, float | None]:
-    ours, theirs = finite(a), finite(b)
-    if not (ours.values.size and theirs.values.size):
+    numbers_a, numbers_b = finite(a), finite(b)
+    if not (numbers_a.values.size and numbers_b.values.size):
         return None, None
-    values = np.union1d(ours.values, theirs.values)
-    parts = [_cumulative(numbers, at=values) for numbers in (ours, theirs)]
+    values = np.union1d(numbers_a.values, numbers_b.values)
+    parts = [_cumulative(numbers, at=values) for numbers in (numbers_a, numbers_b)]
     gaps = np.abs(parts[0] - parts[1])
     # Both are 1 at the last value. The difference of two values may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -301,13 +301,13 @@ def _cumulative(numbers: Finite, *, at: NDArray[np.float64]) -> NDArray[np.float
 
 
 def _between_classes(a: Digest, b: Digest) -> tuple[float | None, float | None]:
-    ours, theirs = _classes(a), _classes(b)
-    num_ours, num_theirs = sum(ours.values()), sum(theirs.values())
-    if not (num_ours and num_theirs):
+    classes_a, classes_b = _classes(a), _classes(b)
+    total_a, total_b = sum(classes_a.values()), sum(classes_b.values())
+    if not (total_a and total_b):
         return None, None
-    names = sorted(ours.keys() | theirs.keys())
-    p = np.array([ours.get(name, 0) for name in names]) / num_ours
-    q = np.array([theirs.get(name, 0) for name in names]) / num_theirs
+    names = sorted(classes_a.keys() | classes_b.keys())
+    p = np.array([classes_a.get(name, 0) for name in names]) / total_a
+    q = np.array([classes_b.get(name, 0) for name in names]) / total_b
     middle = (p + q) / 2
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = [np.where(part > 0, part * np.log2(part / middle), 0.0).sum() for part in (p, q)]
@@ -318,9 +318,9 @@ def _classes(digest: Digest) -> dict[int, int]:
     """The number of values in each class: each sign and exponent, each infinity, zero, and NaN."""
     exponents = np.frexp(digest.values)[1].astype(np.int64)
     exponents[np.isinf(digest.values)] = _BEYOND
-    keys, places = np.unique(4 * exponents + np.sign(digest.values).astype(np.int64), return_inverse=True)
+    keys, inverse = np.unique(4 * exponents + np.sign(digest.values).astype(np.int64), return_inverse=True)
     totals = np.zeros(keys.size, dtype=np.int64)
-    np.add.at(totals, places, digest.counts)
+    np.add.at(totals, inverse, digest.counts)
     classes = dict(zip(keys.tolist(), totals.tolist(), strict=True))
     return classes | ({4 * _BEYOND: digest.tallies.nan} if digest.tallies.nan else {})
 
@@ -394,7 +394,7 @@ def fit_normal(digest: Digest, *, num_points: int = 101) -> NormalFit:
     normal = NormalDist(mean, std)
     distance = _ks_distance(numbers, normal)
     ends = np.cumsum(numbers.counts)
-    places = np.searchsorted(ends, -(-odd * ends[-1] // (2 * num_points)))
+    indices = np.searchsorted(ends, -(-odd * ends[-1] // (2 * num_points)))
     return NormalFit(
         num_values=numbers.num_values,
         mean=mean,
@@ -403,7 +403,7 @@ def fit_normal(digest: Digest, *, num_points: int = 101) -> NormalFit:
         ks_p_value=_p_value(distance, numbers),
         probabilities=probabilities,
         theoretical=np.array([normal.inv_cdf(part) for part in probabilities.tolist()]),
-        observed=numbers.values[places],
+        observed=numbers.values[indices],
     )
 
 
@@ -434,12 +434,12 @@ def _p_value(distance: float, numbers: Finite) -> float | None:
     num_values = numbers.num_values
     if num_values < _FEWEST:
         return None
-    most_alike = (int(numbers.counts.max()) - 1) / num_values
-    if most_alike > _CRITICAL_AT_5_PERCENT / math.sqrt(num_values) / 3:
+    largest_tie = (int(numbers.counts.max()) - 1) / num_values
+    if largest_tie > _CRITICAL_AT_5_PERCENT / math.sqrt(num_values) / 3:
         return None
-    is_many = num_values > 100  # noqa: PLR2004 - the formula is for up to 100 values, and larger samples are scaled
-    scaled = distance * (num_values / 100) ** 0.49 if is_many else distance
-    size = 100 if is_many else num_values
+    is_large = num_values > 100  # noqa: PLR2004 - the formula is for up to 100 values, and larger samples are scaled
+    scaled = distance * (num_values / 100) ** 0.49 if is_large else distance
+    size = 100 if is_large else num_values
     p_value = math.exp(
         -7.01256 * scaled**2 * (size + 2.78019)
         + 2.99587 * scaled * math.sqrt(size + 2.78019)

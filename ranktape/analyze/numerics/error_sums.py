@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ranktape.analyze.numerics.differences import SUMS, add_up, cosine_of, decibels
-from ranktape.analyze.numerics.pieces import array_of, each, frozen, tensor_or_array
+from ranktape.analyze.numerics.differences import SUMS, add_differences, cosine, decibels
+from ranktape.analyze.numerics.pieces import frozen, map_in_threads, tensor_or_array, tensor_to_array
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class ErrorSums:
     def cosine(self) -> float | None:
         """Cosine of the angle between reference and result; None if one of them is 0 everywhere."""
         is_equal = not self.error_squared
-        return cosine_of(self.product, self.reference_squared, self.result_squared, is_equal=is_equal)
+        return cosine(self.product, self.reference_squared, self.result_squared, is_equal=is_equal)
 
     @property
     def max_abs_error(self) -> float | None:
@@ -138,7 +138,7 @@ class ErrorSums:
 
 
 def error_sums(
-    reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tensor, *, rest: torch.Tensor | None = None
+    reference: AnyArray | torch.Tensor, result: AnyArray | torch.Tensor, *, residual: torch.Tensor | None = None
 ) -> ErrorSums:
     """The sums over the errors of a result.
 
@@ -154,27 +154,29 @@ def error_sums(
         UsageError: the shapes differ.
     """
     pair = tensor_or_array(reference), tensor_or_array(result)
-    shapes = [tuple(one.shape) for one in pair]
+    shapes = [tuple(array.shape) for array in pair]
     if shapes[0] != shapes[1]:
         raise UsageError(f"a result of shape {shapes[1]} has no errors against a reference of shape {shapes[0]}")
-    if any(not isinstance(one, np.ndarray) and one.device.type != "cpu" for one in pair):
+    if any(not isinstance(array, np.ndarray) and array.device.type != "cpu" for array in pair):
         return _device_sums(*pair)
-    want, got = _rows(pair[0]), _rows(pair[1]) if rest is None else _patterns(pair[1])
-    more = None if rest is None else _patterns(rest)
-    step = max(1, PART // max(1, want.shape[1]), -(-want.shape[0] // MAX_PARTS))
-    starts = range(0, want.shape[0], step)
-    columns_N2C, sums_NM = np.zeros((len(starts), 2, want.shape[1])), np.zeros((len(starts), len(SUMS)))
+    expected, actual = _rows(pair[0]), _rows(pair[1]) if residual is None else _patterns(pair[1])
+    low = None if residual is None else _patterns(residual)
+    step = max(1, PART // max(1, expected.shape[1]), -(-expected.shape[0] // MAX_PARTS))
+    starts = range(0, expected.shape[0], step)
+    columns_N2C, sums_NM = np.zeros((len(starts), 2, expected.shape[1])), np.zeros((len(starts), len(SUMS)))
 
     def add(number: int) -> None:
         part = slice(starts[number], starts[number] + step)
-        own, kept_2C = None if more is None else more[part], np.zeros((2, want.shape[1]))
-        add_up(want[part], got[part], own, columns_N2C[number], kept_2C, sums_NM[number : number + 1])
+        part_low, buffer_2C = None if low is None else low[part], np.zeros((2, expected.shape[1]))
+        add_differences(
+            expected[part], actual[part], part_low, columns_N2C[number], buffer_2C, sums_NM[number : number + 1]
+        )
 
-    each(add, range(len(starts)), threads=None)
-    return _together(sums_NM[:, _PLACES], num_elements=want.size, columns=columns_N2C[:, 0].sum(axis=0))
+    map_in_threads(add, range(len(starts)), threads=None)
+    return _merge_parts(sums_NM[:, _FIELD_INDICES], num_elements=expected.size, columns=columns_N2C[:, 0].sum(axis=0))
 
 
-_PLACES = [
+_FIELD_INDICES = [
     SUMS.index(name)
     for name in (
         *("finite", "finite_a", "square_a", "square_b", "product", "square_difference", "difference", "row_variance"),
@@ -184,9 +186,9 @@ _PLACES = [
 """The indices in `SUMS` of the sums from which the fields of `ErrorSums` after the first follow, in their order."""
 
 
-def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float64]) -> ErrorSums:
+def _merge_parts(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float64]) -> ErrorSums:
     """The sums of one result, from the sums `_PLACES` of its parts."""
-    table = np.asarray(parts, dtype=np.float64).reshape(-1, len(_PLACES))
+    table = np.asarray(parts, dtype=np.float64).reshape(-1, len(_FIELD_INDICES))
     sums, largest = table.sum(axis=0), float(table[:, -1].max(initial=0.0))
     compared, num_finite, *squares, error, variance, _ = sums.tolist()
     deviation = math.sqrt(max(variance + float(columns @ columns), squares[-1]))
@@ -203,14 +205,14 @@ def _together(parts: ArrayLike, *, num_elements: int, columns: NDArray[np.float6
 
 def _rows(array: Any) -> NDArray[np.float32]:
     """The elements as a float32 matrix in C order."""
-    plain = array if isinstance(array, np.ndarray) else array_of(array)
+    plain = array if isinstance(array, np.ndarray) else tensor_to_array(array)
     with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 count as infinite
         return frozen(plain.astype(np.float32, copy=False), shape=_matrix_shape(plain.shape))
 
 
 def _patterns(tensor: Any) -> NDArray[np.uint16]:
     """The bit patterns of a bfloat16 tensor as a matrix in C order."""
-    return frozen(array_of(tensor).view(np.uint16), shape=_matrix_shape(tensor.shape))
+    return frozen(tensor_to_array(tensor).view(np.uint16), shape=_matrix_shape(tensor.shape))
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -223,25 +225,25 @@ def _device_sums(reference: Any, result: Any) -> ErrorSums:
 
     shape = _matrix_shape(reference.shape)
     num_rows = max(1, DEVICE_PART // max(1, shape[1]))
-    parts = [one.detach().reshape(shape).split(num_rows) for one in (reference, result.to(reference.device))]
+    parts = [tensor.detach().reshape(shape).split(num_rows) for tensor in (reference, result.to(reference.device))]
     columns = torch.zeros(shape[1], dtype=torch.float64, device=reference.device)
-    sums = [_part_sums(want, got, columns).tolist() for want, got in zip(*parts, strict=True)]
-    return _together(sums, num_elements=reference.numel(), columns=columns.cpu().numpy())
+    sums = [_part_sums(expected, actual, columns).tolist() for expected, actual in zip(*parts, strict=True)]
+    return _merge_parts(sums, num_elements=reference.numel(), columns=columns.cpu().numpy())
 
 
-def _part_sums(want: torch.Tensor, got: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _part_sums(expected: torch.Tensor, actual: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The sums `_PLACES` of a part, computed by torch; adds the errors to `columns`."""
     import torch
 
-    x, y = want.to(torch.float32).to(torch.float64), got.to(torch.float32).to(torch.float64)
+    x, y = expected.to(torch.float32).to(torch.float64), actual.to(torch.float32).to(torch.float64)
     is_finite = x.isfinite()
     num_finite = is_finite.sum()
     is_finite &= y.isfinite()
     x, y = x.where(is_finite, 0.0), y.where(is_finite, 0.0)
     errors, count = y - x, is_finite.sum()
     columns += errors.sum(0)
-    squared, largest = (errors * errors).sum(), errors.abs().amax() if want.numel() else errors.sum()
+    squared, largest = (errors * errors).sum(), errors.abs().amax() if expected.numel() else errors.sum()
     counts = count, num_finite
     sums = (x * x).sum(), (y * y).sum(), (x * y).sum(), squared, errors.sum()
     variance = errors.sum(1).square().sum() - squared
-    return torch.stack([one.to(torch.float64) for one in (*counts, *sums, variance, largest)])
+    return torch.stack([value.to(torch.float64) for value in (*counts, *sums, variance, largest)])

@@ -71,9 +71,9 @@ def load_compiler() -> None:
         package = __name__.partition(".")[0]
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == package:
-                for own, value in list(vars(module).items()):
+                for attribute, value in list(vars(module).items()):
                     if isinstance(value, _Kernel):
-                        setattr(module, own, value.dispatcher)
+                        setattr(module, attribute, value.dispatcher)
         _is_loaded = True
 
 

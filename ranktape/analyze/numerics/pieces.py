@@ -46,20 +46,20 @@ def frozen(array: NDArray[Any], *, shape: tuple[int, ...]) -> NDArray[Any]:
 def pieces(array: NDArray[Any], *, axis: int, block_size: int) -> list[NDArray[Any]]:
     """Split an array into views that do not cut blocks along the axis, which is not negative.
 
-    Each element is in one view. The split depends only on the array. If its axes are in the order of `by_memory`, most
-    views are contiguous.
+    Each element is in one view. The split depends only on the array. If its axes are in `memory_order`, most views
+    are contiguous.
     """
     return list(_cut(array, axis=axis, block_size=block_size))
 
 
-def in_three(piece: NDArray[Any], *, axis: int) -> NDArray[Any]:
+def as_three_dims(piece: NDArray[Any], *, axis: int) -> NDArray[Any]:
     """The piece with three dimensions, the axis being the second; copied if it is not contiguous."""
     before = int(np.prod(piece.shape[:axis], dtype=np.int64))
     after = int(np.prod(piece.shape[axis + 1 :], dtype=np.int64))
     return frozen(piece, shape=(before, piece.shape[axis], after))
 
 
-def by_memory(array: NDArray[Any], *, axis: int) -> tuple[NDArray[Any], int]:
+def memory_order(array: NDArray[Any], *, axis: int) -> tuple[NDArray[Any], int]:
     """A view of the array with its axes in descending order of strides, and the new index of the axis."""
     order = sorted(range(array.ndim), key=lambda dim: -abs(array.strides[dim]))
     return array.transpose(order), order.index(axis)
@@ -106,14 +106,14 @@ def num_threads(threads: int | None) -> int:
         UsageError: `threads` is less than 1.
     """
     if threads is None:
-        is_known = hasattr(os, "sched_getaffinity")
-        return min(_Share.num_threads, len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1)
+        has_affinity = hasattr(os, "sched_getaffinity")
+        return min(_Share.num_threads, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
     if threads < 1:
         raise UsageError(f"threads={threads} is not a number of threads: give 1 or more, or None for one on each core")
     return threads
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int | None) -> list[Result]:
+def map_in_threads(work: Callable[[Item], Result], items: Sequence[Item], *, threads: int | None) -> list[Result]:
     """Apply `work` to each item, in threads if there is more than one of both, and return results in order.
 
     Threads only save time if the work releases the GIL. If it raises exceptions, that of the first such item is raised.
@@ -136,7 +136,7 @@ def in_batches(work: Callable[[Item], Result], items: Iterable[Item], *, threads
     """Apply `work` to each item and yield the results in order, keeping at most `BATCH` of them in memory."""
     remaining = iter(items)
     while batch := list(itertools.islice(remaining, BATCH)):
-        yield from each(work, batch, threads=threads)
+        yield from map_in_threads(work, batch, threads=threads)
 
 
 RUN = 64
@@ -147,7 +147,7 @@ RUN = 64
 class Box:
     """A piece of a tensor: along the axis, whole blocks of the same length or a part of one block."""
 
-    place: tuple[slice, ...]
+    slices: tuple[slice, ...]
     """Indices in the tensor."""
     groups: tuple[slice, ...]
     """Indices in the tensor of blocks (see `grouped_shape`)."""
@@ -190,14 +190,14 @@ def boxes(shape: tuple[int, ...], *, axis: int, block_size: int, box_size: int) 
         for dim, length in enumerate(shape)
     ]
     for cut in itertools.product(*ranges):
-        place = tuple(slice(start, stop) for start, stop, _ in cut)
+        slices = tuple(slice(start, stop) for start, stop, _ in cut)
         start, stop, length = cut[axis]
         count = (stop - start) // length
         first = start // block_size
         sizes = tuple(stop - start for start, stop, _ in cut)
         yield Box(
-            place=place,
-            groups=(*place[:axis], slice(first, first + count), *place[axis + 1 :]),
+            slices=slices,
+            groups=(*slices[:axis], slice(first, first + count), *slices[axis + 1 :]),
             shape=sizes,
             shape_OBEI=(math.prod(sizes[:axis]), count, length, math.prod(sizes[axis + 1 :])),
         )
@@ -218,7 +218,7 @@ def _segments(length: int, *, block_size: int, extent: int) -> list[tuple[int, i
 
     An extent of at least a block is a multiple of it, or the whole axis.
     """
-    whole = length - length % block_size
+    whole_length = length - length % block_size
     if extent < block_size:
         return [
             (start, min(start + extent, end), min(start + extent, end) - start)
@@ -226,11 +226,11 @@ def _segments(length: int, *, block_size: int, extent: int) -> list[tuple[int, i
             for end in [min(block + block_size, length)]
             for start in range(block, end, extent)
         ]
-    stretches = [(start, min(start + extent, whole), block_size) for start in range(0, whole, extent)]
-    return stretches + ([(whole, length, length - whole)] if whole < length else [])
+    stretches = [(start, min(start + extent, whole_length), block_size) for start in range(0, whole_length, extent)]
+    return stretches + ([(whole_length, length, length - whole_length)] if whole_length < length else [])
 
 
-def numbers_of(x: Any) -> NDArray[Any]:
+def as_array(x: Any) -> NDArray[Any]:
     """Convert a NumPy array, nested lists or a PyTorch tensor to an array in native byte order.
 
     Any shape and any dtype of records is supported. NaN, infinities and signs of zeros are preserved. Arrays in native
@@ -239,13 +239,13 @@ def numbers_of(x: Any) -> NDArray[Any]:
     Raises:
         UsageError: the dtype is not that of records, lists are ragged, or a tensor is sparse or has no values.
     """
-    given = tensor_or_array(x)
-    if not isinstance(given, np.ndarray):
-        check_readable(given)
-        _check_known(str(given.dtype).removeprefix("torch."))
-        return array_of(given.cpu())
-    _check_known(given.dtype.name)
-    return given if given.dtype.isnative else given.astype(given.dtype.newbyteorder("="))
+    array = tensor_or_array(x)
+    if not isinstance(array, np.ndarray):
+        check_readable(array)
+        _check_dtype(str(array.dtype).removeprefix("torch."))
+        return tensor_to_array(array.cpu())
+    _check_dtype(array.dtype.name)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def tensor_or_array(x: Any) -> torch.Tensor | NDArray[Any]:
@@ -263,7 +263,7 @@ def tensor_or_array(x: Any) -> torch.Tensor | NDArray[Any]:
         raise UsageError(f"this is no array of numbers ({error}): give lists of the same length") from error
 
 
-def _check_known(dtype: str) -> None:
+def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise UsageError(f"elements of {dtype} are no numbers that records hold: give one of {', '.join(DTYPES)}")
 
@@ -282,7 +282,7 @@ def check_readable(tensor: torch.Tensor) -> None:
         raise UsageError("a tensor on the device meta has a shape and no values: there is nothing to read")
 
 
-def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+def tensor_to_array(tensor: torch.Tensor) -> NDArray[Any]:
     """A NumPy array for reading the memory of a dense CPU tensor with a dtype of records.
 
     Uses DLPack because FSDP frees parameters by resizing their storage, which fails after `Tensor.numpy`.
@@ -297,7 +297,7 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     return np.from_dlpack(plain.view(pattern)).view(dtype)
 
 
-def tensor_of(array: NDArray[Any]) -> torch.Tensor:
+def array_to_tensor(array: NDArray[Any]) -> torch.Tensor:
     """A CPU tensor with the numbers of an array with a dtype of records.
 
     It shares the memory of the array if torch has the dtype and the array is writable, in native byte order and without

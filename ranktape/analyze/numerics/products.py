@@ -17,7 +17,7 @@ from ranktape.analyze.numerics.quantization.operand import (
     QuantizedOperand,
     difference_from,
     matrix_product,
-    one_operand,
+    named_operand,
     quantized_operand,
 )
 from ranktape.analyze.numerics.quantization.plan import recipe_plan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RECORDED = "recorded"
 """The name in place of a recipe's for the result that the training recorded."""
 
-MAX_KEPT = 8
+MAX_CACHED = 8
 """Maximum number of quantised operands in memory: two of the current product, and the six of one recipe."""
 
 NEAR = 2**-7
@@ -83,7 +83,7 @@ def replay_products(
     order, computed over its rows; `grad_weight`, a sum over samples, is left out. Scales are still those of the call.
 
     An operand is quantised once for all recipes and products that quantise it in the same way. Besides the arguments,
-    memory holds at most `MAX_KEPT` quantised operands of 2 or 4 bytes per element, two float32 copies of the operand
+    memory holds at most `MAX_CACHED` quantised operands of 2 or 4 bytes per element, two float32 copies of the operand
     that is being quantised, and 14 bytes per element of the current product.
 
     Raises:
@@ -97,20 +97,21 @@ def replay_products(
         if product in products and all(name in matrices for name in names)
         if sample_dim is None or product != "grad_weight"
     }
-    kept = _Operands(matrices, jobs=(job for several in rows.values() for draws in several for job in draws))
+    cached = _Operands(matrices, jobs=(job for recipe_jobs in rows.values() for draws in recipe_jobs for job in draws))
     split = None if sample_dim is None else _split(operands, sample_dim)
     errors = []
-    for product, several in rows.items():
+    for product, recipe_jobs in rows.items():
         reference = _Reference(product, matrices, recorded=(recorded or {}).get(product), split=split)
-        for sample, own in reference.recorded_errors():
-            errors.append(ProductError(product=product, recipe=RECORDED, exact=own, recorded=None, sample=sample))
-        found: dict[_Job, list[_Sums]] = {}
-        for recipe, draws in zip(recipes, several, strict=True):
+        for sample, sums in reference.recorded_errors():
+            errors.append(ProductError(product=product, recipe=RECORDED, exact=sums, recorded=None, sample=sample))
+        errors_of_job: dict[_Job, list[_Sums]] = {}
+        for recipe, draws in zip(recipes, recipe_jobs, strict=True):
             for job in draws:
-                if job not in found:
-                    found[job] = reference.errors_of(kept.of(job))
+                if job not in errors_of_job:
+                    errors_of_job[job] = reference.errors(cached.of(job))
             errors += [
-                _of_all_draws(product, recipe, sums) for sums in zip(*(found[job] for job in draws), strict=True)
+                _pooled_draws(product, recipe, sums)
+                for sums in zip(*(errors_of_job[job] for job in draws), strict=True)
             ]
     return errors
 
@@ -119,16 +120,16 @@ _Sums: TypeAlias = "tuple[int | None, ErrorSums, ErrorSums | None]"
 """The index of a sample or None for all rows, and the errors against the exact product and the recorded one, if any."""
 
 
-def _of_all_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> ProductError:
+def _pooled_draws(product: str, recipe: Recipe, sums: Sequence[_Sums]) -> ProductError:
     if len(sums) == 1:
         sample, exact, against = sums[0]
         return ProductError(product=product, recipe=recipe.name, exact=exact, recorded=against, sample=sample)
-    known = [against.to_array() for _, _, against in sums if against is not None]
+    recorded_sums = [against.to_array() for _, _, against in sums if against is not None]
     return ProductError(
         product=product,
         recipe=recipe.name,
         exact=ErrorSums.pooled([exact.to_array() for _, exact, _ in sums]),
-        recorded=ErrorSums.pooled(known) if known else None,
+        recorded=ErrorSums.pooled(recorded_sums) if recorded_sums else None,
         sample=sums[0][0],
     )
 
@@ -138,11 +139,11 @@ _Split: TypeAlias = "tuple[tuple[int, ...], int]"
 
 
 def _split(operands: Mapping[str, torch.Tensor], sample_dim: int) -> _Split:
-    found = {tuple(one.shape[:-1]) for name, one in operands.items() if name != "weight"}
-    if len(found) > 1 or not all(0 <= sample_dim < len(sizes) for sizes in found):
-        shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in operands.items())
+    token_shapes = {tuple(tensor.shape[:-1]) for name, tensor in operands.items() if name != "weight"}
+    if len(token_shapes) > 1 or not all(0 <= sample_dim < len(sizes) for sizes in token_shapes):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in operands.items())
         raise UsageError(f"sample_dim={sample_dim} is no dimension of the tokens of {shapes}: give one that they have")
-    return next(iter(found), ()), sample_dim
+    return next(iter(token_shapes), ()), sample_dim
 
 
 def _matrices(operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,15 +155,15 @@ def _matrices(operands: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not tensor.is_floating_point():
             raise UsageError(f"{name} has elements of {tensor.dtype}: products are of floating-point numbers")
         if not tensor.ndim or (name == "weight" and tensor.ndim != 2):  # noqa: PLR2004 - a matrix
-            wanted = "[outputs, inputs]" if name == "weight" else "at least one dimension"
-            raise UsageError(f"{name} has the shape {list(tensor.shape)}: it needs {wanted}")
+            expected = "[outputs, inputs]" if name == "weight" else "at least one dimension"
+            raise UsageError(f"{name} has the shape {list(tensor.shape)}: it needs {expected}")
         matrix = tensor.detach().reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
         for letter, size in zip(SIZES[name], matrix.shape, strict=True):
-            known, owner = sizes.setdefault(letter, (size, name))
-            if known != size:
+            expected_size, owner = sizes.setdefault(letter, (size, name))
+            if expected_size != size:
                 raise UsageError(
-                    f"{name} of shape {list(tensor.shape)} has {size} {_WORDS[letter]} and {owner} {known}: give "
-                    "operands of one call"
+                    f"{name} of shape {list(tensor.shape)} has {size} {_WORDS[letter]} and {owner} {expected_size}: "
+                    "give operands of one call"
                 )
         matrices[name] = matrix
     return matrices
@@ -202,11 +203,11 @@ class _Job:
 
 def _draws(product: str, recipe: Recipe, *, matrices: Mapping[str, torch.Tensor]) -> list[_Job]:
     """The products that a recipe computes for one product: one, or one for each draw of stochastic rounding."""
-    own = recipe.products[product]
+    product_recipe = recipe.products[product]
     jobs = []
     for seed in recipe.seeds_of(product):
         uses = [
-            _use(name, dim, own, is_bf16=_is_bf16(matrices[name]), seed=seed)
+            _use(name, dim, product_recipe, is_bf16=_is_bf16(matrices[name]), seed=seed)
             for name, dim in zip(PRODUCTS[product], SUMMED[product], strict=True)
         ]
         jobs.append(_Job(product=product, uses=(uses[0], uses[1])))
@@ -239,15 +240,15 @@ def _is_symmetric(recipe: OperandRecipe) -> bool:
 
 
 class _Operands:
-    """The quantised operands of jobs, computed on demand and cached for later jobs up to `MAX_KEPT`."""
+    """The quantised operands of jobs, computed on demand and cached for later jobs up to `MAX_CACHED`."""
 
     def __init__(self, matrices: Mapping[str, torch.Tensor], *, jobs: Iterable[_Job]) -> None:
         self._matrices = matrices
-        self._kept: dict[_Use, QuantizedOperand] = {}
-        self._places: dict[_Use, deque[int]] = defaultdict(deque)
-        for place, job in enumerate(dict.fromkeys(jobs)):
+        self._cache: dict[_Use, QuantizedOperand] = {}
+        self._positions: dict[_Use, deque[int]] = defaultdict(deque)
+        for position, job in enumerate(dict.fromkeys(jobs)):
             for use in job.uses:
-                self._places[use].append(place)
+                self._positions[use].append(position)
 
     def of(self, job: _Job) -> tuple[QuantizedOperand, QuantizedOperand] | None:
         """The operands of the next job; None if both are the recorded ones.
@@ -255,27 +256,27 @@ class _Operands:
         Jobs are taken once each, in the order in which they were given.
         """
         for use in job.uses:
-            self._places[use].popleft()
+            self._positions[use].popleft()
         if all(use.is_plain for use in job.uses):
             return None
         a, b = (self._operand(use, dim) for use, dim in zip(job.uses, SUMMED[job.product], strict=True))
-        wanted = sorted((use for use in self._kept if self._places[use]), key=lambda use: self._places[use][0])
-        self._kept = {use: self._kept[use] for use in wanted[: MAX_KEPT - len(job.uses)]}
+        reusable = sorted((use for use in self._cache if self._positions[use]), key=lambda use: self._positions[use][0])
+        self._cache = {use: self._cache[use] for use in reusable[: MAX_CACHED - len(job.uses)]}
         return a, b
 
     def _operand(self, use: _Use, dim: int) -> QuantizedOperand:
-        if use not in self._kept:
+        if use not in self._cache:
             matrix = self._matrices[use.name]
-            self._kept[use] = _quantised(matrix.T if use.dim == 0 else matrix, use)
-        found = self._kept[use]
-        return replace(found, values=found.values.T) if use.dim is None and dim == 0 else found
+            self._cache[use] = _quantised(matrix.T if use.dim == 0 else matrix, use)
+        operand = self._cache[use]
+        return replace(operand, values=operand.values.T) if use.dim is None and dim == 0 else operand
 
 
 def _quantised(x_RS: torch.Tensor, use: _Use) -> QuantizedOperand:
     if use.is_plain:
         return _plain_operand(x_RS)
     product = ProductRecipe(operands={use.name: use.recipe}, rotation=use.rotation, rotation_seed=use.rotation_seed)
-    return one_operand(product, use.name, x_RS, seed=use.seed)
+    return named_operand(product, use.name, x_RS, seed=use.seed)
 
 
 def _plain_operand(x_RS: torch.Tensor) -> QuantizedOperand:
@@ -316,15 +317,15 @@ class _Reference:
                     f"{math.prod(shape)}: give tensors of one call"
                 )
             self.recorded = recorded.detach().to(a.values.device, torch.float32).reshape(shape)
-        near = None if self.recorded is None else _exact_near(self.recorded, a, b)
-        self.exact = matrix_product(a, b) if near is None else near
+        from_recorded = None if self.recorded is None else _exact_from_recorded(self.recorded, a, b)
+        self.exact = matrix_product(a, b) if from_recorded is None else from_recorded
         self._base = _finite_bf16(self.exact)
 
     def recorded_errors(self) -> list[tuple[int | None, ErrorSums]]:
         """The errors of the recorded result against the exact product; empty if there is none."""
         return [] if self.recorded is None else self._sums(self.exact, self.recorded)
 
-    def errors_of(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> list[_Sums]:
+    def errors(self, operands: tuple[QuantizedOperand, QuantizedOperand] | None) -> list[_Sums]:
         """The errors of a product against the exact and the recorded one; None stands for the exact product."""
         difference, result = None, self.exact
         if operands is not None:
@@ -334,19 +335,21 @@ class _Reference:
         if self.recorded is None:
             return [(sample, sums, None) for sample, sums in exact]
         against = self._sums(self.recorded, result, difference)
-        return [(*one, sums) for one, (_, sums) in zip(exact, against, strict=True)]
+        return [(*entry, sums) for entry, (_, sums) in zip(exact, against, strict=True)]
 
     def _sums(
-        self, reference: torch.Tensor, result: torch.Tensor, rest: torch.Tensor | None = None
+        self, reference: torch.Tensor, result: torch.Tensor, residual: torch.Tensor | None = None
     ) -> list[tuple[int | None, ErrorSums]]:
         """The errors over all rows, or over the rows of each sample."""
         if self._split is None:
-            return [(None, error_sums(reference, result, rest=rest))]
+            return [(None, error_sums(reference, result, residual=residual))]
         sizes, dim = self._split
-        parts = ([] if one is None else one.unflatten(0, sizes).unbind(dim) for one in (reference, result, rest))
+        parts = (
+            [] if tensor is None else tensor.unflatten(0, sizes).unbind(dim) for tensor in (reference, result, residual)
+        )
         return [
-            (sample, error_sums(want, got, rest=more))
-            for sample, (want, got, more) in enumerate(itertools.zip_longest(*parts))
+            (sample, error_sums(expected, actual, residual=part))
+            for sample, (expected, actual, part) in enumerate(itertools.zip_longest(*parts))
         ]
 
 
@@ -357,7 +360,7 @@ def _finite_bf16(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.to(torch.bfloat16).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _exact_near(recorded: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
+def _exact_from_recorded(recorded: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand) -> torch.Tensor | None:
     """The exact product as a recorded one plus a small difference, in half the time; None if that is not possible.
 
     Rounding the difference causes an error of at most `NEAR` times 2**-9, relative to the norm.
@@ -365,8 +368,8 @@ def _exact_near(recorded: torch.Tensor, a: QuantizedOperand, b: QuantizedOperand
     import torch
 
     base = _finite_bf16(recorded)
-    rest = difference_from(base, a, b)
-    if rest is None:
+    residual = difference_from(base, a, b)
+    if residual is None:
         return None
-    of_rest, of_base = (torch.linalg.vector_norm(one, dtype=torch.float32) for one in (rest, base))
-    return base.to(torch.float32).add_(rest) if of_rest <= NEAR * of_base else None
+    residual_norm, base_norm = (torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in (residual, base))
+    return base.to(torch.float32).add_(residual) if residual_norm <= NEAR * base_norm else None

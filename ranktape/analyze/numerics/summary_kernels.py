@@ -40,37 +40,37 @@ def _sum_block(block: NDArray[np.float32], sums: NDArray[np.float64], ends: NDAr
     size, top = np.float64(block.size), np.uint32(_SIGN - 1)
     # Moments are about the mean of all blocks so far, so that the block is read once; if the mean of the block is far
     # from it, the block is read again and its moments are about its own mean.
-    about, is_near = mean, False
+    center, is_centered = mean, False
     while True:
         positive, negative, least = np.int32(-_SIGN), np.uint32(0), top
-        total, magnitudes, own_2, own_3, own_4 = 0.0, 0.0, 0.0, 0.0, 0.0
+        total, magnitudes, block_2, block_3, block_4 = 0.0, 0.0, 0.0, 0.0, 0.0
         for index in range(block.size):
             key = keys[index]
             positive, negative = max(positive, key), max(negative, np.uint32(key))
             least = min(least, np.uint32(np.uint32(key) & top))
             value = np.float64(block[index])
             magnitudes += abs(value)
-            difference = value - about
+            difference = value - center
             square = difference * difference
             total += difference
-            own_2 += square
-            own_3 += square * difference
-            own_4 += square * square
+            block_2 += square
+            block_3 += square * difference
+            block_4 += square * square
         if not magnitudes < np.inf:
             return np.int64(-1)
         shift = total / size
-        if is_near or 2.0 * shift * total <= own_2:
+        if is_centered or 2.0 * shift * total <= block_2:
             break
-        about, is_near = about + shift, True
+        center, is_centered = center + shift, True
     # The moments of this block and of those before it, about their common mean.
-    both = count + size
-    new_mean = mean + (about - mean + shift) * (size / both)
-    a, b = mean - new_mean, about - new_mean
+    total_count = count + size
+    new_mean = mean + (center - mean + shift) * (size / total_count)
+    a, b = mean - new_mean, center - new_mean
     fourth += 4 * a * third + 6 * a * a * second + count * a * a * a * a
-    fourth += own_4 + 4 * b * own_3 + 6 * b * b * own_2 + 4 * b * b * b * total + size * b * b * b * b
-    third += 3 * a * second + count * a * a * a + own_3 + 3 * b * own_2 + 3 * b * b * total + size * b * b * b
-    second += count * a * a + own_2 + 2 * b * total + size * b * b
-    sums[0], sums[1], sums[2], sums[3], sums[4] = both, new_mean, second, third, fourth
+    fourth += block_4 + 4 * b * block_3 + 6 * b * b * block_2 + 4 * b * b * b * total + size * b * b * b * b
+    third += 3 * a * second + count * a * a * a + block_3 + 3 * b * block_2 + 3 * b * b * total + size * b * b * b
+    second += count * a * a + block_2 + 2 * b * total + size * b * b
+    sums[0], sums[1], sums[2], sums[3], sums[4] = total_count, new_mean, second, third, fourth
     sums[5] += magnitudes
     ends[0], ends[1], ends[2] = max(ends[0], positive), max(ends[1], negative), min(ends[2], least)
     return np.int64(least)
@@ -101,8 +101,8 @@ def summariser() -> Callable[..., int]:
         entry: Any = numba.cfunc(signature, cache=True, fastmath={"reassoc"})(summarise)
     except RuntimeError:  # numba found no directory for its cache
         entry = numba.cfunc(signature, fastmath={"reassoc"})(summarise)
-    taken = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * _NUM_SIZES]
-    call: Any = ctypes.CFUNCTYPE(ctypes.c_int32, *taken)(entry.address)
+    argument_types = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * _NUM_SIZES]
+    call: Any = ctypes.CFUNCTYPE(ctypes.c_int32, *argument_types)(entry.address)
     call.code = entry  # keeps the machine code alive
     return cast("Callable[..., int]", call)
 
@@ -128,8 +128,8 @@ def summarise(  # noqa: PLR0917  (called as machine code)
     """
     values_OSI = carray(values, (before, samples, after))
     sums, ends = np.zeros(_NUM_SUMS), np.array([-_SIGN, 0, _SIGN - 1])
-    for place in range(samples * kinds):
-        counts[place] = 0.0
+    for index in range(samples * kinds):
+        counts[index] = 0.0
     for outer in range(before):
         for sample in range(samples):
             for start in range(0, after, BLOCK):
@@ -151,8 +151,8 @@ def summarise(  # noqa: PLR0917  (called as machine code)
     if extremes[0] == extremes[1]:
         sums[2:5] = 0.0
     summary[0], summary[1], summary[2] = sums[0], sums[0], sums[1] * sums[0]
-    for place in range(2, _NUM_SUMS):
-        summary[1 + place] = sums[place]
-    for place in range(6):
-        summary[1 + _NUM_SUMS + place] = extremes[place % 3]
+    for index in range(2, _NUM_SUMS):
+        summary[1 + index] = sums[index]
+    for index in range(6):
+        summary[1 + _NUM_SUMS + index] = extremes[index % 3]
     return 1

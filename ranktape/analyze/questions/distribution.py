@@ -24,11 +24,11 @@ from ranktape.analyze.numerics.digest import Digest, finite
 from ranktape.analyze.numerics.distributions import (
     NARROW_FORMATS,
     Bins,
-    HeldRange,
+    FormatRange,
     aligned_exponent,
     binades,
     fit_normal,
-    held_by,
+    format_range,
     linear_bins,
     log2_bins,
 )
@@ -241,8 +241,8 @@ def _log2(digest: Digest, options: Options) -> Rows:
 
 def _exponents(digest: Digest, options: Options) -> Rows:
     bins = log2_bins(digest)
-    aligned = [held_by(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
-    unscaled = [held_by(digest, row) for row in options.formats]
+    aligned = [format_range(digest, row, aligned_exponent(digest, row) or 0) for row in options.formats]
+    unscaled = [format_range(digest, row) for row in options.formats]
     total = max(1, digest.tallies.num_elements)
     for exponent, count in zip(binades(bins).tolist(), bins.counts.tolist(), strict=True):
         if not count:
@@ -256,23 +256,23 @@ _TOP = 1023
 """The exponent of the largest float64."""
 
 
-def _with_all_bits(exponent: int, held: list[HeldRange]) -> list[str]:
+def _with_all_bits(exponent: int, held: list[FormatRange]) -> list[str]:
     return [one.format for one in held if one.lowest_normal_exponent <= exponent <= one.highest_exponent]
 
 
-def _with_fewer(exponent: int, held: list[HeldRange]) -> list[str]:
+def _with_fewer(exponent: int, held: list[FormatRange]) -> list[str]:
     return [one.format for one in held if one.lowest_exponent <= exponent < one.lowest_normal_exponent]
 
 
 def _formats(digest: Digest, options: Options) -> Rows:
     for row in options.formats:
-        yield (row.name, "none", *_held_cells(held_by(digest, row)))
+        yield (row.name, "none", *_held_cells(format_range(digest, row)))
         exponent = aligned_exponent(digest, row)
         if exponent is not None:
-            yield (row.name, "aligned", *_held_cells(held_by(digest, row, exponent)))
+            yield (row.name, "aligned", *_held_cells(format_range(digest, row, exponent)))
 
 
-def _held_cells(held: HeldRange) -> tuple[Any, ...]:
+def _held_cells(held: FormatRange) -> tuple[Any, ...]:
     total = max(1, held.num_elements)
     counts = [getattr(held, kind) for kind in _FATES]
     cells = [cell for count in counts for cell in (count, count / total)]

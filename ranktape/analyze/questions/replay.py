@@ -25,12 +25,12 @@ from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.plan_file import PlannedModule, PrecisionPlan, write_plan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
-from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
-from ranktape.analyze.replays.calls import LINEAR, RecordedCalls, by_sample, calls_of
+from ranktape.analyze.numerics.recipes.words import RecipeSource, parse_recipes
+from ranktape.analyze.replays.calls import LINEAR, RecordedCalls, select_calls, split_by_sample
 from ranktape.analyze.replays.computable import CALL_FIELDS
 from ranktape.analyze.replays.precision_plan import precision_plan
-from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGroup, replay_found
-from ranktape.analyze.replays.tasks import without_unknown
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGroup, replay_selected
+from ranktape.analyze.replays.tasks import without_unknown_forms
 from ranktape.analyze.table import Column, Kind, Table
 from ranktape.errors import NoRecordsError, UnknownFieldError, UsageError, nearest
 from ranktape.fields import SAMPLE
@@ -83,7 +83,7 @@ _MIN_MATCHING_SQNR = 6.0
 def replay(
     records: Records,
     *,
-    recipe: RecipeWord | Sequence[RecipeWord] = ("nvfp4", "mxfp8"),
+    recipe: RecipeSource | Sequence[RecipeSource] = ("nvfp4", "mxfp8"),
     product: str | Sequence[str] = (),
     by: Sequence[str] = (),
     attention: bool = False,
@@ -165,7 +165,7 @@ class _ReplayQuestion:
 
     def left_out(self, records: Records) -> Table:
         """The table of products that cannot be replayed."""
-        calls = without_unknown(self._calls(records), engine=self.engine)
+        calls = without_unknown_forms(self._calls(records), engine=self.engine)
         return Table(
             title=f"{len(calls.left_out)} products that cannot be computed again from the records",
             columns=(
@@ -180,7 +180,7 @@ class _ReplayQuestion:
         """The table of the errors of products."""
         calls, fields = self._calls(records), _fields(records, [name for name in self.by if name != SOURCE])
         _check_calls(calls)
-        replayed = replay_found(calls, self.recipes, engine=self.engine)
+        replayed = replay_selected(calls, self.recipes, engine=self.engine)
         if not replayed.places.size:
             raise NoRecordsError(_none_of(replayed.calls))
         groups = replayed.groups(fields)
@@ -200,8 +200,12 @@ class _ReplayQuestion:
 
     def _calls(self, records: Records) -> RecordedCalls:
         _check_products(self.products, has_attention=self.has_attention)
-        calls = calls_of(records, products=self.products, has_attention=self.has_attention)
-        return by_sample(calls) if SAMPLE in _fields(records, [name for name in self.by if name != SOURCE]) else calls
+        calls = select_calls(records, products=self.products, has_attention=self.has_attention)
+        return (
+            split_by_sample(calls)
+            if SAMPLE in _fields(records, [name for name in self.by if name != SOURCE])
+            else calls
+        )
 
 
 def _check_products(products: Sequence[str], *, has_attention: bool) -> None:

@@ -26,7 +26,7 @@ from ranktape.analyze.identity import (
     sample_names,
     with_stacks,
 )
-from ranktape.analyze.numerics.pieces import numbers_of
+from ranktape.analyze.numerics.pieces import as_array
 from ranktape.analyze.numerics.quantization.schemes import MX_BLOCK_SIZE, Scheme
 from ranktape.analyze.numerics.sweeps.legacy import LegacyLevel
 from ranktape.analyze.numerics.sweeps.metrics import LOSSLESS, Level
@@ -547,7 +547,7 @@ def sweep(
     if not isinstance(records, Records):
         if by:
             raise UsageError(f"by={list(by)} is only for records, not for an array: leave it out")
-        sweeps = sweep_numbers(numbers_of(records), asked)
+        sweeps = sweep_numbers(as_array(records), asked)
         alone = [SweptTensor(sweeps=sweeps, cells=tuple(map(sweep_cells, sweeps)))]
         return levels_table(alone) if with_levels else records_table(alone, target_sqnr=target_sqnr)
     chosen, notes = sweepable(records), [""]

@@ -54,7 +54,7 @@ class RecordedCall:
     is_bias_known: bool
     """Whether the bias in the output, if there is one, is in `rows`."""
     samples: tuple[SampleName, ...] = ()
-    """Its samples, if they are distinguished (see `by_sample`)."""
+    """Its samples, if they are distinguished (see `split_by_sample`)."""
     sample_dim: int | None = None
     """In this case, the dimension of samples in the input and in the gradient of the output."""
 
@@ -96,7 +96,7 @@ class RecordedCalls:
         return recipe.of_layer(call.field("module"), layer_idx=layer_idx, num_layers=num_layers)
 
 
-def calls_of(
+def select_calls(
     records: Records, *, products: Collection[str] = (), has_attention: bool = False, is_wide: bool = True
 ) -> RecordedCalls:
     """The calls of linear layers in a selection, and which of their products can be replayed. Reads no value.
@@ -116,24 +116,28 @@ def calls_of(
     """
     if len(records.sources) > 1:
         named = ", ".join(map(printable, records.sources))
-        raise UsageError(f"products are computed again of one source at a time: choose one with --source ({named})")
-    everything, places = records.unfiltered()
-    layers, components = (everything.column(name) for name in ("layer_type", "component"))
-    is_asked = (layers == LINEAR) | (components == LINEAR)
+        raise UsageError(f"products are computed again for only one source: select one with --source ({named})")
+    all_records, selected = records.unfiltered()
+    layers, components = (all_records.column(name) for name in ("layer_type", "component"))
+    is_replayable = (layers == LINEAR) | (components == LINEAR)
     if has_attention:
-        is_asked |= (layers == ATTENTION) | (components == ATTENTION_COMPONENT)
-    rows = np.flatnonzero(is_asked)
-    own = everything.take(rows.tolist())
-    calls = CallTensors(own, is_wide=is_wide)
-    finder = _Finder(own, np.flatnonzero(np.isin(rows, places)).tolist(), calls=calls, tied=_tied_weights(everything))
+        is_replayable |= (layers == ATTENTION) | (components == ATTENTION_COMPONENT)
+    rows = np.flatnonzero(is_replayable)
+    layer_records = all_records.take(rows.tolist())
+    calls = CallTensors(layer_records, is_wide=is_wide)
+    finder = _Finder(
+        layer_records, np.flatnonzero(np.isin(rows, selected)).tolist(), calls=calls, tied=_tied_weights(all_records)
+    )
     for key in finder.keys:
         for product in finder.products(key):
-            if (not products or product in products) and finder.is_asked(key, product, is_named=bool(products)):
-                finder.look(key, product)
+            if (not products or product in products) and finder.is_selected(key, product, is_named=bool(products)):
+                finder.add(key, product)
     num_layers: defaultdict[str, int] = defaultdict(int)
-    for stack, layer in zip(*(everything.column(name).tolist() for name in ("layer_stack", "layer_idx")), strict=True):
+    for stack, layer in zip(*(all_records.column(name).tolist() for name in ("layer_stack", "layer_idx")), strict=True):
         num_layers[stack] = max(num_layers[stack], layer + 1)
-    return RecordedCalls(records=own, calls=finder.calls(), left_out=finder.left_out(), num_layers=dict(num_layers))
+    return RecordedCalls(
+        records=layer_records, calls=finder.calls(), left_out=finder.left_out(), num_layers=dict(num_layers)
+    )
 
 
 def is_attention(key: Key) -> bool:
@@ -152,7 +156,7 @@ def _tied_weights(records: Records) -> set[Key]:
 
 
 @dataclass(slots=True)
-class _Found:
+class _CallSelection:
     """The products and tensors of a call that were selected so far. The fields are those of `RecordedCall`."""
 
     sample: SampleName | None
@@ -162,7 +166,7 @@ class _Found:
     is_bias_known: bool = True
 
 
-_OF_GRAPH = "a backward pass over gradients (create_graph=True) adds to those of its calls"
+_GRAPH_DOUBT = "a backward pass over gradients (create_graph=True) adds to those of its calls"
 
 
 class _Finder:
@@ -177,7 +181,7 @@ class _Finder:
         names = self._linear.column("tensor_name")
         for row in selected:
             self._selected[self._calls.key(row)].add(names[row])
-        self._found: dict[tuple[Key, bool], _Found] = {}
+        self._selections: dict[tuple[Key, bool], _CallSelection] = {}
         self._left_out: dict[tuple[Key, str], str] = {}
 
     @property
@@ -195,132 +199,134 @@ class _Finder:
     def calls(self) -> tuple[RecordedCall, ...]:
         """The calls with a product that can be replayed."""
         return tuple(
-            RecordedCall(key=key, is_assembled=is_assembled, **dataclasses.asdict(found))
-            for (key, is_assembled), found in self._found.items()
+            RecordedCall(key=key, is_assembled=is_assembled, **dataclasses.asdict(selection))
+            for (key, is_assembled), selection in self._selections.items()
         )
 
     def left_out(self) -> tuple[LeftOut, ...]:
         """The products that cannot be replayed."""
-        found = self._left_out.items()
-        return tuple(LeftOut(key=key, product=product, reason=reason) for (key, product), reason in found)
+        items = self._left_out.items()
+        return tuple(LeftOut(key=key, product=product, reason=reason) for (key, product), reason in items)
 
-    def is_asked(self, key: Key, product: str, *, is_named: bool) -> bool:
+    def is_selected(self, key: Key, product: str, *, is_named: bool) -> bool:
         """Whether a product of a call is selected."""
         selected = self._selected[key]
         if product in self._calls.names[key]:
             return product in selected
         # If other layers recorded this result, this layer did not compute it. If none did, the capture left it out.
         kind = self._kind(key)
-        flowing = [name for name in kind.products[product] if name not in kind.standing]
-        return (is_named or product not in self._recorded) and all({name, WIDE + name} & selected for name in flowing)
+        per_call = [name for name in kind.products[product] if name not in kind.shared_operands]
+        return (is_named or product not in self._recorded) and all({name, WIDE + name} & selected for name in per_call)
 
-    def look(self, key: Key, product: str) -> None:
+    def add(self, key: Key, product: str) -> None:
         """Add a product of a call, or the reason why it cannot be replayed."""
         kind = self._kind(key)
-        own = self._calls.of(key)
-        reason = kind.why_not_read(own, product)
-        place, rows = key, own
-        is_local = bool(reason) or kind.is_local(own, product)
+        call_rows = self._calls.of(key)
+        reason = kind.why_not_read(call_rows, product)
+        call_key, rows = key, call_rows
+        is_local = bool(reason) or kind.is_local(call_rows, product)
         if not is_local:
-            place, rows, reason = self._whole(key, own, product)
-        found = self._found.get((place, not is_local)) or _Found(sample=self._calls.sample(key))
-        told = [name for name in kind.companions if not kind.why_missing(rows, [name])]
-        operands = {name: rows[name] for name in (*kind.products[product], *told) if name in rows}
-        reason = reason or kind.why_no_product(found.rows | operands, product)
+            call_key, rows, reason = self._assembled(key, call_rows, product)
+        selection = self._selections.get((call_key, not is_local)) or _CallSelection(sample=self._calls.sample(key))
+        companions = [name for name in kind.companions if not kind.why_missing(rows, [name])]
+        operands = {name: rows[name] for name in (*kind.products[product], *companions) if name in rows}
+        reason = reason or kind.why_no_product(selection.rows | operands, product)
         if reason:
-            self._left_out[place, product] = reason
+            self._left_out[call_key, product] = reason
             return
         counts = (self._calls.num_calls(key, name) for name in ("grad_output", "grad_weight"))
-        why = kind.why_not_compared(rows, product, *counts)
-        self._found[place, not is_local] = found
-        found.products[product] = why
+        difference = kind.why_not_compared(rows, product, *counts)
+        self._selections[call_key, not is_local] = selection
+        selection.products[product] = difference
         is_shared = product != "output" and self._calls.is_differentiable(key)
-        found.doubts[product] = _OF_GRAPH if is_shared else kind.doubt(rows, product)
-        found.rows |= operands
-        if product in rows and not why:
-            found.rows[product] = rows[product]
+        selection.doubts[product] = _GRAPH_DOUBT if is_shared else kind.doubt(rows, product)
+        selection.rows |= operands
+        if product in rows and not difference:
+            selection.rows[product] = rows[product]
         if product == "output" and isinstance(kind, LinearTensors):
-            found.is_bias_known = kind.is_bias_known(rows)
-            found.rows |= {"bias": rows["bias"]} if kind.has_bias(rows) else {}
+            selection.is_bias_known = kind.is_bias_known(rows)
+            selection.rows |= {"bias": rows["bias"]} if kind.has_bias(rows) else {}
 
-    def _whole(self, key: Key, own: Rows, product: str) -> tuple[Key, Rows, str]:
+    def _assembled(self, key: Key, call_rows: Rows, product: str) -> tuple[Key, Rows, str]:
         """The call of a mesh's lowest rank, its tensors of all ranks, and why they are not available, or empty."""
         kind = self._kind(key)
-        ranks = sorted(kind.ranks(own, product))
+        ranks = sorted(kind.ranks(call_rows, product))
         if not ranks:
-            return key, own, "the weight is a shard, and where the other operand lies was not recorded"
-        at = CALL_FIELDS.index("rank")
-        keys = [(*key[:at], rank, *key[at + 1 :]) for rank in ranks]
-        of_ranks = [self._calls.of(one) for one in keys]
-        reasons = [reason for rows in of_ranks if (reason := kind.why_not_read(rows, product))]
+            return key, call_rows, "the weight is a shard, and the placement of the other operand was not recorded"
+        rank_field = CALL_FIELDS.index("rank")
+        keys = [(*key[:rank_field], rank, *key[rank_field + 1 :]) for rank in ranks]
+        rows_of_ranks = [self._calls.of(rank_key) for rank_key in keys]
+        reasons = [reason for rows in rows_of_ranks if (reason := kind.why_not_read(rows, product))]
         if reasons:
-            return keys[0], own, f"it takes what all ranks of a mesh have, and of one {reasons[0]}"
-        wanted = (*kind.products[product], product, "bias", *(kind.companions if kind is self._attention else ()))
-        names = [name for name in wanted if all(name in rows for rows in of_ranks)]
-        return keys[0], {name: tuple(row for rows in of_ranks for row in rows[name]) for name in names}, ""
+            return keys[0], call_rows, f"it needs the operands of all ranks of a mesh, and for one of them {reasons[0]}"
+        needed = (*kind.products[product], product, "bias", *(kind.companions if kind is self._attention else ()))
+        names = [name for name in needed if all(name in rows for rows in rows_of_ranks)]
+        return keys[0], {name: tuple(row for rows in rows_of_ranks for row in rows[name]) for name in names}, ""
 
 
 _FIELDS = ("attempt", "iteration", "rank", "module", "tensor_name", "counter")
 """The fields that identify a record of a run."""
 
 
-def places_in(records: Records, calls: RecordedCalls) -> list[list[int]]:
+def rows_in_selection(records: Records, calls: RecordedCalls) -> list[list[int]]:
     """For each call, the indices of its tensors in a selection, in the call's order, without tensors outside of it."""
-    known = {key: place for place, key in enumerate(_keys(records))}
+    index_of = {key: index for index, key in enumerate(_keys(records))}
     keys = _keys(calls.records)
-    rows = ([row for several in call.rows.values() for row in several] for call in calls.calls)
-    return [list(dict.fromkeys(known[keys[row]] for row in some if keys[row] in known)) for some in rows]
+    rows = ([row for tensor_rows in call.rows.values() for row in tensor_rows] for call in calls.calls)
+    return [
+        list(dict.fromkeys(index_of[keys[row]] for row in call_rows if keys[row] in index_of)) for call_rows in rows
+    ]
 
 
 def _keys(records: Records) -> list[tuple[Any, ...]]:
     return list(zip(*(records.column(name).tolist() for name in _FIELDS), strict=True))
 
 
-SUMMED = "grad_weight adds up all samples, and these are told apart"
+SUMMED = "grad_weight is a sum over all samples, which are compared one by one"
 """Why the gradient of a weight is not available by sample."""
 
 _FLOWING = ("input", "grad_output")
 """The operands whose rows belong to samples."""
 
 
-def by_sample(calls: RecordedCalls) -> RecordedCalls:
+def split_by_sample(calls: RecordedCalls) -> RecordedCalls:
     """The calls with `output` and `grad_input` by sample. Calls whose rows cannot be assigned to samples are left out.
 
     A call of a single sample does not change. No value is read.
     """
     tensors, names = RecordedTensors(calls.records), sample_names(calls.records)
-    kept, left_out = [], list(calls.left_out)
+    split_calls, left_out = [], list(calls.left_out)
     for call in calls.calls:
-        found = call if call.sample is not None else _apart(call, tensors, names)
-        if isinstance(found, str):
-            left_out += [LeftOut(key=call.key, product=product, reason=found) for product in call.products]
+        split = call if call.sample is not None else _split_call(call, tensors, names)
+        if isinstance(split, str):
+            left_out += [LeftOut(key=call.key, product=product, reason=split) for product in call.products]
             continue
         left_out += [
             LeftOut(key=call.key, product=product, reason=SUMMED)
             for product in call.products
-            if product not in found.products
+            if product not in split.products
         ]
-        kept += [found] if found.products else []
-    return dataclasses.replace(calls, calls=tuple(kept), left_out=tuple(left_out))
+        split_calls += [split] if split.products else []
+    return dataclasses.replace(calls, calls=tuple(split_calls), left_out=tuple(left_out))
 
 
-def _apart(call: RecordedCall, tensors: RecordedTensors, names: list[list[SampleName]]) -> RecordedCall | str:
+def _split_call(call: RecordedCall, tensors: RecordedTensors, names: list[list[SampleName]]) -> RecordedCall | str:
     """The call with its samples, or the reason why they cannot be distinguished."""
     if is_attention(call.key):
-        return "samples of attention are not told apart"
+        return "samples of attention are not compared one by one"
     if "offsets" in call.rows:
         return "its tokens are in the order of experts, not of samples"
-    told = {
+    layouts = {
         (tensors.column("sample_dim")[row], tuple(names[row]), tensors.shape(rows)[:-1])
         for name, rows in call.rows.items()
         if name in _FLOWING
         for row in rows
     }
-    dim, own, sizes = next(iter(told))
+    dim, call_samples, sizes = next(iter(layouts))
     # A shard along this dimension has fewer samples than the names given for the whole tensor.
-    if len(told) > 1 or math.isnan(dim) or dim >= len(sizes) or sizes[int(dim)] != len(own):
-        return "its records do not say which rows are of which sample"
+    if len(layouts) > 1 or math.isnan(dim) or dim >= len(sizes) or sizes[int(dim)] != len(call_samples):
+        return "its records do not give the sample of each row"
     products = {product: why for product, why in call.products.items() if product != "grad_weight"}
-    wanted = {*products, "bias", *(name for product in products for name in PRODUCTS[product])}
-    rows = {name: rows for name, rows in call.rows.items() if name in wanted}
-    return dataclasses.replace(call, products=products, rows=rows, samples=own, sample_dim=int(dim))
+    needed = {*products, "bias", *(name for product in products for name in PRODUCTS[product])}
+    rows = {name: rows for name, rows in call.rows.items() if name in needed}
+    return dataclasses.replace(call, products=products, rows=rows, samples=call_samples, sample_dim=int(dim))

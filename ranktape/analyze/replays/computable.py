@@ -52,7 +52,7 @@ CREATE_GRAPH = '"create_graph"'
 OWN_FORWARD = '"own_forward"'
 """The key in the metadata of tensors from which a layer's own forward computes an operand, as in JSON."""
 
-_OF_ONE_CALL = frozenset({"iteration", "microbatch", "call", "quant_type"})
+_PER_CALL_FIELDS = frozenset({"iteration", "microbatch", "call", "quant_type"})
 """The fields in which a weight may differ from the calls that use it."""
 
 _PHASES = {"output": "post", "grad_output": "pre", "grad_input": "post", "grad_weight": "post"}
@@ -73,7 +73,7 @@ class CallTensors:
         self._standing: defaultdict[Key, list[int]] = defaultdict(list)
         self._num_calls: Counter[Key] = Counter()
         self._differentiable: set[Key] = set()
-        self._found: dict[Key, Rows] = {}
+        self._tensors: dict[Key, Rows] = {}
         self.names: dict[Key, dict[str, list[int]]] = {}
         """For each call, the rows of its own tensors by name, in the order of the records."""
         self._own_forward: set[int] = set()
@@ -86,7 +86,7 @@ class CallTensors:
             self.names.setdefault(key, {}).setdefault(name, []).append(row)
             self._num_calls[name, *_without(key, {"call"})] += 1
             if name in STANDING:
-                self._standing[name, *_without(key, _OF_ONE_CALL)].append(row)
+                self._standing[name, *_without(key, _PER_CALL_FIELDS)].append(row)
 
     def key(self, row: int) -> Key:
         """The call of a record."""
@@ -102,42 +102,42 @@ class CallTensors:
 
     def of(self, key: Key) -> Rows:
         """The tensors of a call by name, including its weight and bias."""
-        if key not in self._found:
-            own = {name: (self._usual(name, rows)[0],) for name, rows in self.names.get(key, {}).items()}
-            forward = [self._counters[row] for name, (row,) in own.items() if not name.startswith("grad_")]
+        if key not in self._tensors:
+            tensors = {name: (self._preferred(name, rows)[0],) for name, rows in self.names.get(key, {}).items()}
+            forward = [self._counters[row] for name, (row,) in tensors.items() if not name.startswith("grad_")]
             for name in STANDING:
-                known = self._standing.get((name, *_without(key, _OF_ONE_CALL)), [])
-                row = None if name in own else self._before(known, key, max(forward, default=math.inf))
+                candidates = self._standing.get((name, *_without(key, _PER_CALL_FIELDS)), [])
+                row = None if name in tensors else self._before(candidates, key, max(forward, default=math.inf))
                 if row is not None:
-                    own[name] = (row,)
+                    tensors[name] = (row,)
             # The layer's own forward may compute operands from these that are not their quantized form, such as merged
             # adapters.
-            others = {name for name, (row,) in own.items() if name.startswith(WIDE) and row in self._own_forward}
-            own = {name: rows for name, rows in own.items() if name not in others}
-            wide = {name.removeprefix(WIDE): rows for name, rows in own.items() if name.startswith(WIDE)}
-            self._found[key] = own | (wide if self.is_wide else {})
-        return self._found[key]
+            computed = {name for name, (row,) in tensors.items() if name.startswith(WIDE) and row in self._own_forward}
+            tensors = {name: rows for name, rows in tensors.items() if name not in computed}
+            wide = {name.removeprefix(WIDE): rows for name, rows in tensors.items() if name.startswith(WIDE)}
+            self._tensors[key] = tensors | (wide if self.is_wide else {})
+        return self._tensors[key]
 
     def sample(self, key: Key) -> SampleName | None:
         """The sample of all of a call's own tensors; None if there are several or none."""
         names = [self._samples[row] for name, rows in self.names[key].items() if name not in STANDING for row in rows]
-        found = {name for several in names for name in several}
-        return found.pop() if len(found) == 1 else None
+        samples = {name for record_samples in names for name in record_samples}
+        return samples.pop() if len(samples) == 1 else None
 
-    def _usual(self, name: str, rows: list[int]) -> list[int]:
+    def _preferred(self, name: str, rows: list[int]) -> list[int]:
         """The records that capture made, among several of one name; all of them if there are none."""
         operation = Operation.BACKWARD if name.startswith("grad_") else Operation.FORWARD
         direction = operation.value, _PHASES.get(name, "pre")
         return [row for row in rows if self._directions[row] == direction] or rows
 
-    def _before(self, known: Sequence[int], key: Key, last: float) -> int | None:
+    def _before(self, candidates: Sequence[int], key: Key, last: float) -> int | None:
         """The weight that was last recorded before the call. In training, it has the same iteration."""
         iteration, mode = (key[CALL_FIELDS.index(name)] for name in ("iteration", "mode"))
-        same = [row for row in known if self._keys[row][0] == iteration]
-        if before := [row for row in same if self._counters[row] <= last]:
+        same_iteration = [row for row in candidates if self._keys[row][0] == iteration]
+        if before := [row for row in same_iteration if self._counters[row] <= last]:
             return before[-1]
-        earlier = [] if mode == Mode.TRAIN else [row for row in known if self._keys[row][0] < iteration]
-        return earlier[-1] if earlier else next(iter(same), None)
+        earlier = [] if mode == Mode.TRAIN else [row for row in candidates if self._keys[row][0] < iteration]
+        return earlier[-1] if earlier else next(iter(same_iteration), None)
 
 
 def _without(key: Key, fields: Collection[str]) -> Key:
@@ -155,7 +155,7 @@ class RecordedTensors:
     """The products of such layers by name, with their operands."""
     companions: ClassVar[tuple[str, ...]] = ()
     """The tensors that are read with the operands of every product, if they were recorded."""
-    standing: ClassVar[Collection[str]] = ()
+    shared_operands: ClassVar[Collection[str]] = ()
     """The operands that are recorded once for several calls."""
 
     def __init__(self, records: Records) -> None:
@@ -166,8 +166,8 @@ class RecordedTensors:
     @functools.cache  # noqa: B019 - it lives as long as its records
     def column(self, name: str) -> list[Any]:
         """A field of all records."""
-        found: list[Any] = self._records.column(name).tolist()
-        return found
+        values: list[Any] = self._records.column(name).tolist()
+        return values
 
     def shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a record, or of the tensor that is assembled from parts."""
@@ -188,28 +188,28 @@ class RecordedTensors:
             self._placements[key] = placement
         return self._placements[key]
 
-    def metadata(self, row: int, word: str) -> bool:
+    def metadata(self, row: int, key: str) -> bool:
         """Whether the metadata of a record has the value true for a key."""
         text = self.column("metadata")[row]
-        return text != WHOLE and json.loads(text).get(word) is True
+        return text != WHOLE and json.loads(text).get(key) is True
 
     def doubt(self, rows: Rows, product: str) -> str:
         """Why a call may have computed a product from other than its recorded operands; empty if it did not."""
         # The output may not be recorded, or not be selected.
-        told, *_ = rows.get("output" if product == "output" else "grad_output", (None,))
-        if told is None:
+        row, *_ = rows.get("output" if product == "output" else "grad_output", (None,))
+        if row is None:
             return ""
-        if self.metadata(told, "own_forward"):
-            return "the class of the layer computes in a forward of its own, perhaps with other operands"
-        if self.metadata(told, "saved_tensors_hooks"):
-            return "its backward pass computes with what saved_tensors_hooks of the training packed and unpacked"
+        if self.metadata(row, "own_forward"):
+            return "the class of the layer has its own forward, which may use other operands"
+        if self.metadata(row, "saved_tensors_hooks"):
+            return "its backward pass uses tensors that saved_tensors_hooks of the training packed and unpacked"
         return ""
 
     def ranks(self, rows: Rows, product: str) -> tuple[int, ...]:
         """The ranks of the mesh over which the operands are distributed; none if that is unknown."""
-        flowing = [name for name in self.products[product] if name not in self.standing]
-        placements = [self.placement(rows[name][0]) for name in flowing]
-        return next((one.ranks for one in placements if one is not None), ())
+        per_call = [name for name in self.products[product] if name not in self.shared_operands]
+        placements = [self.placement(rows[name][0]) for name in per_call]
+        return next((placement.ranks for placement in placements if placement is not None), ())
 
     def why_missing(self, rows: Rows, names: Collection[str]) -> str:
         """Why a tensor is not available as numbers; empty if all are."""
@@ -224,10 +224,10 @@ class RecordedTensors:
         """Why a record has no numbers to multiply; empty if it has."""
         keep = self.column("keep")[row]
         if keep != Keep.VALUES:
-            return f"of {name} the {keep} {'was' if keep == Keep.HISTOGRAM else 'were'} kept, not the values"
+            return f"only the {keep} of {name} {'was' if keep == Keep.HISTOGRAM else 'were'} stored, not its values"
         dtype = self.column("dtype")[row]
         if name != "offsets" and not dtype_row(dtype).is_floating:
-            return f"{name} holds {dtype}"
+            return f"{name} has dtype {dtype}"
         return ""
 
 
@@ -250,7 +250,7 @@ class LinearTensors(RecordedTensors):
 
     products = PRODUCTS
     companions = ("offsets",)
-    standing = STANDING
+    shared_operands = STANDING
 
     def __init__(self, records: Records, *, tied: set[Key], is_wide: bool = True) -> None:
         """Take records. `tied` are the weights that several modules share, as values of `TIE`.
@@ -262,8 +262,8 @@ class LinearTensors(RecordedTensors):
 
     def layout(self, rows: Rows) -> str:
         """The layout of the weight: IO or EIO if recorded so, otherwise OI."""
-        said = self.column("layout")[rows["weight"][0]] if "weight" in rows else ""
-        return said if said in {GROUPED, TRANSPOSED} else "OI"
+        recorded = self.column("layout")[rows["weight"][0]] if "weight" in rows else ""
+        return recorded if recorded in {GROUPED, TRANSPOSED} else "OI"
 
     def why_not_read(self, rows: Rows, product: str) -> str:
         """Why the operands are not available; empty if they are."""
@@ -306,9 +306,7 @@ class LinearTensors(RecordedTensors):
         if product == "grad_weight":
             return self._why_other_sum(rows, num_calls, num_gradients)
         if product == "output" and not self.is_bias_known(rows) and sizes["T"] < MIN_TOKENS:
-            return (
-                f"no bias was recorded, and outputs of fewer than {MIN_TOKENS} tokens do not tell whether there is one"
-            )
+            return f"no bias was recorded, and outputs of fewer than {MIN_TOKENS} tokens are too few to estimate one"
         return ""
 
     def _why_other_operands(self, rows: Rows, product: str) -> str:
@@ -341,17 +339,17 @@ class LinearTensors(RecordedTensors):
         if self.metadata(row, "accumulated"):
             return "grad_weight is accumulated over microbatches"
         if num_gradients < num_calls or self.metadata(row, "summed"):
-            return "grad_weight is that of several calls together"
+            return "grad_weight is summed over several calls"
         # In this case the gradient is recorded at the weight itself; see `capture.hooks.calls`.
         weight = rows["weight"][0] if "weight" in rows else row
         is_cast = self.column("dtype")[weight] != self.column("compute_dtype")[weight]
         if is_cast and tuple(self.column(name)[weight] for name in TIE) in self._tied:
-            return "grad_weight is that of several modules together"
+            return "grad_weight is summed over several modules"
         for name in PRODUCTS["grad_weight"]:
-            place = rows[name][0]
-            size, dim = self.column("batch_size")[place], self.column("sample_dim")[place]
-            if not math.isnan(size) and not math.isnan(dim) and self.shape((place,))[int(dim)] < size:
-                return "of some samples alone the operands were recorded"
+            operand_row = rows[name][0]
+            size, dim = self.column("batch_size")[operand_row], self.column("sample_dim")[operand_row]
+            if not math.isnan(size) and not math.isnan(dim) and self.shape((operand_row,))[int(dim)] < size:
+                return "the operands were recorded for some of the samples only"
         return ""
 
     def _letters(self, rows: Rows, name: str) -> dict[str, int]:
@@ -362,8 +360,8 @@ class LinearTensors(RecordedTensors):
         shape = self.shape(rows[name])
         letters = self.layout(rows) if name == "weight" else SIZES[name]
         matrix = shape if name == "weight" else (math.prod(shape[:-1]), *shape[-1:])
-        found = dict(zip(letters, matrix, strict=False)) if len(letters) == len(matrix) else {}
-        return found | ({"E": math.prod(self.shape(rows["offsets"]))} if "offsets" in rows else {})
+        sizes = dict(zip(letters, matrix, strict=False)) if len(letters) == len(matrix) else {}
+        return sizes | ({"E": math.prod(self.shape(rows["offsets"]))} if "offsets" in rows else {})
 
 
 def _agree(sizes: dict[str, int], others: dict[str, int]) -> bool:
@@ -395,9 +393,11 @@ def is_local(product: str, placements: Mapping[str, Placement | None], *, is_tra
     `placements` are those of both operands and, if it was recorded, of the result; None for an unsharded tensor. With
     `is_transposed`, weights have the layout IO.
     """
-    axes = {axis.axis for one in placements.values() if one is not None for axis in one.axes}
+    axes = {axis.axis for placement in placements.values() if placement is not None for axis in placement.axes}
     for axis in axes:
-        cuts = {name: _cut(name, one, axis, is_transposed=is_transposed) for name, one in placements.items()}
+        cuts = {
+            name: _cut(name, placement, axis, is_transposed=is_transposed) for name, placement in placements.items()
+        }
         first, second = (cuts[name] for name in PRODUCTS[product])
         expected = _product_cut(first, second, sum_letter=_SUMS[product])
         if expected == _OTHERS:
@@ -421,7 +421,7 @@ def _product_cut(first: Cut | None, second: Cut | None, *, sum_letter: str) -> C
 
 def _cut(name: str, placement: Placement | None, axis_name: str, *, is_transposed: bool) -> Cut | None:
     """What an axis cuts of a tensor; None if the tensor is whole along it."""
-    axis = None if placement is None else next((one for one in placement.axes if one.axis == axis_name), None)
+    axis = None if placement is None else next((item for item in placement.axes if item.axis == axis_name), None)
     if placement is None or axis is None or axis.kind is AxisKind.REPLICATE or axis.size == 1:
         return None
     if axis.kind is AxisKind.PARTIAL:
@@ -431,8 +431,8 @@ def _cut(name: str, placement: Placement | None, axis_name: str, *, is_transpose
     return (f"T{axis.dim}" if axis.dim < num_tokens else letters[axis.dim - num_tokens]), axis.factor
 
 
-_GIVEN = ("query", "key", "value")
-_WITH_GRADIENT = (*_GIVEN, "grad_output")
+_FORWARD_OPERANDS = ("query", "key", "value")
+_BACKWARD_OPERANDS = (*_FORWARD_OPERANDS, "grad_output")
 
 
 class AttentionTensors(RecordedTensors):
@@ -442,10 +442,10 @@ class AttentionTensors(RecordedTensors):
     """
 
     products = {  # noqa: RUF012 - a constant of the class, as in its base
-        "output": _GIVEN,
-        "grad_query": _WITH_GRADIENT,
-        "grad_key": _WITH_GRADIENT,
-        "grad_value": _WITH_GRADIENT,
+        "output": _FORWARD_OPERANDS,
+        "grad_query": _BACKWARD_OPERANDS,
+        "grad_key": _BACKWARD_OPERANDS,
+        "grad_value": _BACKWARD_OPERANDS,
     }
     companions = ("output",)
 
@@ -462,7 +462,7 @@ class AttentionTensors(RecordedTensors):
     def why_no_product(self, rows: Rows, product: str) -> str:
         """Why readable operands do not give attention; empty if they do."""
         sizes = [len(self.shape(rows[name])) for name in self.products[product]]
-        return "" if min(sizes) > 1 else f"the shapes of {' and '.join(_GIVEN)} are not those of attention"
+        return "" if min(sizes) > 1 else f"the shapes of {' and '.join(_FORWARD_OPERANDS)} are not those of attention"
 
     def why_not_compared(self, rows: Rows, product: str, *_counts: int) -> str:
         """Why the recorded result cannot be compared; empty if it can, or if it is not recorded."""
@@ -473,7 +473,9 @@ class AttentionTensors(RecordedTensors):
         placement, layout = self.placement(row), self.column("layout")[row]
         axes = () if placement is None else placement.axes
         return {
-            one.axis: layout[one.dim] if one.kind is AxisKind.SHARD and 0 <= one.dim < len(layout) else one.kind.value
-            for one in axes
-            if one.kind is not AxisKind.REPLICATE and one.size > 1
+            axis.axis: layout[axis.dim]
+            if axis.kind is AxisKind.SHARD and 0 <= axis.dim < len(layout)
+            else axis.kind.value
+            for axis in axes
+            if axis.kind is not AxisKind.REPLICATE and axis.size > 1
         }

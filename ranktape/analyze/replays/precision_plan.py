@@ -12,7 +12,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PlannedModule, PrecisionGap, PrecisionPlan
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
-from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
+from ranktape.analyze.numerics.recipes.words import RecipeSource, parse_recipes
 from ranktape.analyze.replays.calls import RecordedCall
 from ranktape.analyze.replays.computable import CALL_FIELDS, LinearTensors
 from ranktape.analyze.replays.replayed import Replayed, ReplayedGroup, replay_calls
@@ -27,7 +27,7 @@ Targets: TypeAlias = "str | float | Mapping[str, float]"
 def precision_plan(
     records: Records,
     *,
-    recipe: RecipeWord | Sequence[RecipeWord] = "nvfp4,mxfp8",
+    recipe: RecipeSource | Sequence[RecipeSource] = "nvfp4,mxfp8",
     target_sqnr: Targets | None = None,
     target_bits: float | None = None,
     engine: Engine | None = None,
@@ -54,47 +54,47 @@ def precision_plan(
         raise UsageError("target_bits nan is no number of bits: give one, as 6")
     recipes, targets = parse_recipes(recipe), parse_targets(0 if target_sqnr is None else target_sqnr)
     replayed = replay_calls(records, recipes, products=list(targets), engine=engine)
-    plan = plan_of(replayed, recipes, target_sqnr=targets)
+    plan = make_plan(replayed, recipes, target_sqnr=targets)
     if target_bits is None:
         return plan
-    return plan_of(replayed, recipes, target_sqnr=_target_within(plan, target_bits))
+    return make_plan(replayed, recipes, target_sqnr=_target_within(plan, target_bits))
 
 
 def _target_within(plan: PrecisionPlan, target_bits: float) -> dict[str, float]:
     """The highest target whose plan does not exceed `target_bits`; `plan` has the bits for each target."""
     if not plan.bits_by_target:
-        unknown = next((one.module for one in plan.modules if one.multiply_adds is None), None)
+        unknown = next((module.module for module in plan.modules if module.multiply_adds is None), None)
         why = "no product has elements" if unknown is None else f"{unknown} cannot be computed again"
         raise UsageError(
             f"the bits of a plan are not known: {why}; leave such layers out by --where, or give target_sqnr"
         )
-    found = [target for target, bits in plan.bits_by_target.items() if bits <= target_bits]
-    if not found:
+    targets = [target for target, bits in plan.bits_by_target.items() if bits <= target_bits]
+    if not targets:
         least = min(plan.bits_by_target.values(), default=math.nan)
         raise UsageError(
             f"target_bits {target_bits:g} is less than any plan of these recipes has: the least is {least:.4g}; "
             "give so many, or narrower recipes"
         )
-    return dict.fromkeys(plan.target_sqnr, max(found))
+    return dict.fromkeys(plan.target_sqnr, max(targets))
 
 
-def parse_targets(given: Targets) -> dict[str, float]:
+def parse_targets(targets: Targets) -> dict[str, float]:
     """The target of each product, in dB. A product that is not named has no target.
 
     Raises:
         UsageError: a target is not a finite number, or does not name a product.
     """
-    if isinstance(given, str) and "=" in given:
-        pairs = [part.partition("=")[::2] for part in given.split(",")]
+    if isinstance(targets, str) and "=" in targets:
+        pairs = [part.partition("=")[::2] for part in targets.split(",")]
         named: dict[str, str | float] = {}
         for name, number in pairs:
             if name.strip() in named:
-                raise UsageError(f"target_sqnr {given!r:.60} has {name.strip()} twice: give it once")
+                raise UsageError(f"target_sqnr {targets!r:.60} has {name.strip()} twice: give it once")
             named[name.strip()] = number
-    elif isinstance(given, Mapping):
-        named = {**given}
+    elif isinstance(targets, Mapping):
+        named = {**targets}
     else:
-        named = dict.fromkeys(PRODUCTS, given)
+        named = dict.fromkeys(PRODUCTS, targets)
     for name in named:
         if name not in PRODUCTS:
             raise UsageError(f"target_sqnr names {name!r:.60}, which is no product: {nearest(name, PRODUCTS)}")
@@ -103,17 +103,17 @@ def parse_targets(given: Targets) -> dict[str, float]:
 
 def _decibels(number: str | float) -> float:
     try:
-        found = math.nan if isinstance(number, bool) else float(number)
+        decibels = math.nan if isinstance(number, bool) else float(number)
     except (TypeError, ValueError):
-        found = math.nan
-    if not math.isfinite(found):
+        decibels = math.nan
+    if not math.isfinite(decibels):
         raise UsageError(
             f"target_sqnr has {number!r:.60}, which is no number of dB: give one, as 18, or output=20,grad_weight=15"
         )
-    return found
+    return decibels
 
 
-def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mapping[str, float]) -> PrecisionPlan:
+def make_plan(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mapping[str, float]) -> PrecisionPlan:
     """The plan from products that were replayed with these recipes.
 
     Raises:
@@ -122,30 +122,30 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
     calls: defaultdict[str, list[RecordedCall]] = defaultdict(list)
     for call in replayed.calls.calls:
         calls[call.field("module")].append(call)
-    reasons = {one.key[CALL_FIELDS.index("module")]: one.reason for one in replayed.calls.left_out}
+    reasons = {skipped.key[CALL_FIELDS.index("module")]: skipped.reason for skipped in replayed.calls.left_out}
     modules = [name for name in dict.fromkeys(_modules(replayed)) if name in calls or name in reasons]
     if not modules:
         raise NoRecordsError("no linear layer is selected, and a plan is one of linear layers: choose other filters")
     if not calls:
-        told = "; ".join(dict.fromkeys(reasons.values()))
-        raise NoRecordsError(f"of none of {len(modules)} linear layers a product can be computed again: {told}")
+        text = "; ".join(dict.fromkeys(reasons.values()))
+        raise NoRecordsError(f"no product of {len(modules)} linear layers can be computed again: {text}")
     groups: defaultdict[str, _Groups] = defaultdict(dict)
     for group in replayed.groups(["module", "recipe", "product"]):
         module, recipe, product = group.key.values()
         groups[module].setdefault(recipe, {})[product] = group
     tensors = LinearTensors(replayed.calls.records, tied=set())
     layers: list[tuple[PlannedModule, list[_Candidate]]] = []
-    cheapest = min(recipes, key=lambda one: (-one.speed, one.bits))
+    cheapest = min(recipes, key=lambda recipe: (-recipe.speed, recipe.bits))
     in_cheapest: dict[tuple[str, str], float] = {}
     for name in modules:
         if name not in calls:
             layers.append((PlannedModule(module=name, recipe=HIGH_PRECISION, why=reasons[name]), []))
             continue
-        own = [_Candidate.of(one, groups[name][one.name], replayed=replayed) for one in recipes]
-        for one in own:
-            if one.recipe == cheapest:
-                in_cheapest |= {(name, product): sqnr for product, sqnr in one.sqnr.items()}
-        computed = {one.name: replayed.calls.recipe_of(calls[name][0], one) for one in recipes}
+        options = [_Candidate.of(recipe, groups[name][recipe.name], replayed=replayed) for recipe in recipes]
+        for candidate in options:
+            if candidate.recipe == cheapest:
+                in_cheapest |= {(name, product): sqnr for product, sqnr in candidate.sqnr.items()}
+        computed = {recipe.name: replayed.calls.recipe_of(calls[name][0], recipe) for recipe in recipes}
         layers.append(
             (
                 PlannedModule(
@@ -153,7 +153,7 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
                     recipe=HIGH_PRECISION,
                     multiply_adds=sum(_multiply_adds(call, tensors=tensors) for call in calls[name]),
                 ),
-                [one for one in own if computed[one.recipe.name].products != HIGH_PRECISION.products],
+                [option for option in options if computed[option.recipe.name].products != HIGH_PRECISION.products],
             )
         )
 
@@ -168,7 +168,7 @@ def plan_of(replayed: Replayed, recipes: Sequence[Recipe], *, target_sqnr: Mappi
         modules=modules_for(target_sqnr),
         run=without_credentials(replayed.calls.records.reader.url),
         target_sqnr=dict(target_sqnr),
-        candidates=tuple(one.name for one in recipes),
+        candidates=tuple(recipe.name for recipe in recipes),
         gap=_gap(in_cheapest, recipe=cheapest.name),
         bits_by_target={target: mean for target, mean in bits.items() if not math.isnan(mean)},
     )
@@ -183,7 +183,7 @@ def _gap(sqnr: Mapping[tuple[str, str], float], *, recipe: str) -> PrecisionGap 
     if not sqnr:
         return None
     worst, product = min(sqnr, key=sqnr.__getitem__)
-    others = [found for (module, _), found in sqnr.items() if module != worst]
+    others = [value for (module, _), value in sqnr.items() if module != worst]
     below = min(others, default=-math.inf) - sqnr[worst, product]
     if not MIN_GAP <= below < math.inf:
         return None
@@ -222,8 +222,8 @@ class _Candidate:
 
 
 def _sqnr(sums: ErrorSums) -> float:
-    found = sums.sqnr
-    return -math.inf if sums.num_lost or found is None else found
+    sqnr = sums.sqnr
+    return -math.inf if sums.num_lost or sqnr is None else sqnr
 
 
 def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets: Mapping[str, float]) -> PlannedModule:
@@ -232,27 +232,27 @@ def _cheapest(layer: PlannedModule, candidates: Sequence[_Candidate], *, targets
         return layer
     if not candidates:
         return replace(layer, why="every recipe leaves it in bf16")
-    short = {one.recipe.name: one.shortage(targets) for one in candidates}
-    held = [one for one in candidates if max(short[one.recipe.name].values()) <= 0]
-    if not held:
-        nearest_one = min(candidates, key=lambda one: max(short[one.recipe.name].values()))
-        product = max(short[nearest_one.recipe.name], key=short[nearest_one.recipe.name].__getitem__)
-        sqnr = nearest_one.sqnr[product]
-        has = f"{nearest_one.recipe.name} comes nearest, with {sqnr:.2f} dB in {product}"
+    short = {option.recipe.name: option.shortage(targets) for option in candidates}
+    sufficient = [option for option in candidates if max(short[option.recipe.name].values()) <= 0]
+    if not sufficient:
+        nearest_option = min(candidates, key=lambda option: max(short[option.recipe.name].values()))
+        product = max(short[nearest_option.recipe.name], key=short[nearest_option.recipe.name].__getitem__)
+        sqnr = nearest_option.sqnr[product]
+        detail = f"{nearest_option.recipe.name} comes nearest, with {sqnr:.2f} dB in {product}"
         if sqnr == -math.inf:
-            has = f"{nearest_one.recipe.name} leaves NaN or Inf in {product}, or it has no elements"
-        return replace(layer, why=f"no recipe holds {targets[product]:g} dB: {has}")
+            detail = f"{nearest_option.recipe.name} leaves NaN or Inf in {product}, or it has no elements"
+        return replace(layer, why=f"no recipe reaches {targets[product]:g} dB: {detail}")
     best = min(
-        held,
-        key=lambda one: (-one.recipe.speed, one.recipe.bits, max(short[one.recipe.name].values())),
+        sufficient,
+        key=lambda option: (-option.recipe.speed, option.recipe.bits, max(short[option.recipe.name].values())),
     )
     return replace(layer, recipe=best.recipe, sqnr=best.sqnr, worst_sqnr=best.worst_sqnr)
 
 
 def _modules(replayed: Replayed) -> list[str]:
     """The module of each record, in order."""
-    found: list[str] = replayed.calls.records.column("module").tolist()
-    return found
+    modules: list[str] = replayed.calls.records.column("module").tolist()
+    return modules
 
 
 def _multiply_adds(call: RecordedCall, *, tensors: LinearTensors) -> int:

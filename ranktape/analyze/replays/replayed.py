@@ -22,7 +22,7 @@ from ranktape.analyze.identity import NUMBER_FIELDS, are_files
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
-from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, calls_of
+from ranktape.analyze.replays.calls import LeftOut, RecordedCall, RecordedCalls, select_calls
 from ranktape.analyze.replays.computable import CALL_FIELDS
 from ranktape.analyze.replays.tasks import CallErrors, CallTasks, replay_any
 from ranktape.errors import RanktapeError, UnknownFieldError, UsageError, nearest
@@ -43,46 +43,47 @@ def replay_calls(
 ) -> Replayed:
     """The errors of each product of each call of the selected linear layers, by each recipe.
 
-    `calls_of` defines which products are selected. Each recipe applies its exceptions for layers. Published recipes
+    `select_calls` defines which products are selected. Each recipe applies its exceptions for layers. Published recipes
     leave attention in bfloat16; with `has_attention`, it is nevertheless computed with quantized operands. Each worker
     has the tensors of one call in memory.
     """
-    calls = calls_of(records, products=products, has_attention=has_attention)
-    return replay_found(calls, recipes, engine=engine)
+    calls = select_calls(records, products=products, has_attention=has_attention)
+    return replay_selected(calls, recipes, engine=engine)
 
 
-def replay_found(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine | None = None) -> Replayed:
+def replay_selected(calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine | None = None) -> Replayed:
     """The errors of calls that were selected before, like `replay_calls`."""
-    names = tuple(one.name for one in recipes)
+    names = tuple(recipe.name for recipe in recipes)
     if RECORDED in names:
         raise UsageError(f"a recipe is called {RECORDED}, the word for what was recorded: give it another name")
-    found = _found_of_each(calls, recipes, engine=engine or Engine())
+    errors = _call_errors(calls, recipes, engine=engine or Engine())
     width = 1 + len(recipes)
-    reasons = {item // width: str(one) for item, one in enumerate(found) if isinstance(one, RanktapeError)}
-    rows = [np.zeros((0, _WIDTH)) if isinstance(one, RanktapeError) else one for one in found]
+    reasons = {item // width: str(rows) for item, rows in enumerate(errors) if isinstance(rows, RanktapeError)}
+    rows = [np.zeros((0, _WIDTH)) if isinstance(item, RanktapeError) else item for item in errors]
     parts = np.concatenate([np.zeros((0, _WIDTH)), *rows])
     unknown = [
-        LeftOut(key=calls.calls[place].key, product=product, reason=reason)
-        for place, reason in reasons.items()
-        for product in calls.calls[place].products
+        LeftOut(key=calls.calls[call_index].key, product=product, reason=reason)
+        for call_index, reason in reasons.items()
+        for product in calls.calls[call_index].products
     ]
-    places, recipe_places = np.divmod(np.repeat(np.arange(len(rows)), list(map(len, rows))), width)
-    product_places, sample_places = parts[:, :2].T.astype(np.int64)
-    order = np.lexsort((sample_places, recipe_places, product_places, places))
-    of_rows = [
-        (calls.calls[place], *rest)
-        for place, *rest in zip(
-            *(one[order].tolist() for one in (places, product_places, recipe_places, sample_places)), strict=True
+    call_indices, recipe_indices = np.divmod(np.repeat(np.arange(len(rows)), list(map(len, rows))), width)
+    product_indices, sample_indices = parts[:, :2].T.astype(np.int64)
+    order = np.lexsort((sample_indices, recipe_indices, product_indices, call_indices))
+    row_keys = [
+        (calls.calls[call_index], *indices_of_row)
+        for call_index, *indices_of_row in zip(
+            *(indices[order].tolist() for indices in (call_indices, product_indices, recipe_indices, sample_indices)),
+            strict=True,
         )
     ]
-    samples = [(call.samples or (call.sample,))[sample] for call, _, _, sample in of_rows]
+    samples = [(call.samples or (call.sample,))[sample] for call, _, _, sample in row_keys]
     exact, recorded = np.split(parts[order, 2:], 2, axis=1)
     return Replayed(
         calls=replace(calls, left_out=(*calls.left_out, *unknown)),
         recipes=names,
-        places=places[order],
-        products=np.array([list(call.products)[product] for call, product, _, _ in of_rows], dtype=object),
-        names=np.array([(RECORDED, *names)[recipe] for _, _, recipe, _ in of_rows], dtype=object),
+        places=call_indices[order],
+        products=np.array([list(call.products)[product] for call, product, _, _ in row_keys], dtype=object),
+        names=np.array([(RECORDED, *names)[recipe] for _, _, recipe, _ in row_keys], dtype=object),
         samples=np.array([*samples, None], dtype=object)[:-1],
         exact=exact,
         recorded=recorded,
@@ -146,13 +147,13 @@ class Replayed:
         Raises:
             UnknownFieldError: there is no such field.
         """
-        of_rows = {"product": self.products, "recipe": self.names, SAMPLE: self.samples}
-        if field in of_rows:
-            return list(of_rows[field])
+        row_columns = {"product": self.products, "recipe": self.names, SAMPLE: self.samples}
+        if field in row_columns:
+            return list(row_columns[field])
         if field not in GROUP_FIELDS:
             raise UnknownFieldError(f"products of calls have no field {field!r:.60}: {nearest(field, GROUP_FIELDS)}")
-        of_calls = [one.field(field) for one in self.calls.calls]
-        return [of_calls[place] for place in self.places.tolist()]
+        values = [call.field(field) for call in self.calls.calls]
+        return [values[index] for index in self.places.tolist()]
 
     def groups(self, by: Sequence[str]) -> list[ReplayedGroup]:
         """The products grouped by fields, sorted by these; modules and other names are in the order of the records."""
@@ -182,8 +183,8 @@ class Replayed:
         if field == SAMPLE:
             # Names may be numbers and texts, which cannot be compared.
             return {value: (value is not None, isinstance(value, str), value) for value in column}
-        known = {"product": (*PRODUCTS,), "recipe": (RECORDED, *self.recipes)}.get(field, ())
-        return {value: place for place, value in enumerate(dict.fromkeys((*known, *column)))}
+        first_values = {"product": (*PRODUCTS,), "recipe": (RECORDED, *self.recipes)}.get(field, ())
+        return {value: index for index, value in enumerate(dict.fromkeys((*first_values, *column)))}
 
     def _group(self, key: Mapping[str, Any], rows: NDArray[np.int64]) -> ReplayedGroup:
         return ReplayedGroup(
@@ -209,32 +210,32 @@ _COLUMNS = (*KEY_COLUMNS, "iteration", "rank", "layout", "placement", "metadata"
 """The columns that identify a record and its content."""
 
 
-def _found_of_each(
+def _call_errors(
     calls: RecordedCalls, recipes: Sequence[Recipe], *, engine: Engine
 ) -> list[NDArray[np.float64] | RanktapeError]:
     """The errors of each call by each recipe, from the cache if possible."""
-    names = RECORDED, *(one.name for one in recipes)
+    names = RECORDED, *(recipe.name for recipe in recipes)
 
     def make(items: Sequence[int]) -> Iterator[NDArray[np.float64] | RanktapeError]:
-        asked: defaultdict[int, list[str]] = defaultdict(list)
+        names_by_call: defaultdict[int, list[str]] = defaultdict(list)
         for item in items:
-            asked[item // len(names)].append(names[item % len(names)])
-        tasks = CallTasks(calls, recipes, asked=asked)
+            names_by_call[item // len(names)].append(names[item % len(names)])
+        tasks = CallTasks(calls, recipes, subset=names_by_call)
         results = engine.map(replay_any, tasks, sizes=tasks.sizes)
-        for (place, wanted), found in zip(asked.items(), results, strict=True):
-            for name in wanted:
-                if isinstance(found, str):
-                    yield RanktapeError(found)
+        for (call_index, call_names), result in zip(names_by_call.items(), results, strict=True):
+            for name in call_names:
+                if isinstance(result, str):
+                    yield RanktapeError(result)
                 else:
-                    yield _row(found, calls.calls[place], name=name)
+                    yield _row(result, calls.calls[call_index], name=name)
 
     if not engine.use_cache or are_files(calls.records) or not calls.calls:
         return list(make(range(len(calls.calls) * len(names))))
     paths = {row: path for path, rows in calls.records.groups() for row in range(rows.start, rows.stop)}
     groups, start = [], 0
-    of_calls = (paths[min(row for rows in call.rows.values() for row in rows)] for call in calls.calls)
-    for path, several in itertools.groupby(of_calls):
-        stop = start + len(names) * len(list(several))
+    call_paths = (paths[min(row for rows in call.rows.values() for row in rows)] for call in calls.calls)
+    for path, group in itertools.groupby(call_paths):
+        stop = start + len(names) * len(list(group))
         groups.append((path, slice(start, stop)))
         start = stop
     keys = _keys(calls, recipes)
@@ -246,25 +247,25 @@ def _keys(calls: RecordedCalls, recipes: Sequence[Recipe]) -> Keys:
     """The key of the errors of each call by each recipe."""
     records = [key.tobytes().hex() for key in record_keys([calls.records.stored(name) for name in _COLUMNS])]
     texts: dict[tuple[str, bool], str] = {}
-    found: list[tuple[str, str]] = []
+    keys: list[tuple[str, str]] = []
     for call in calls.calls:
-        own = [f"{name} {[records[row] for row in rows]}" for name, rows in sorted(call.rows.items())]
-        what = f"{own} {dict(call.products)} {call.is_bias_known} {call.sample_dim} {call.samples}"
-        of_recipes = [""]
-        for one in recipes:
-            applied = calls.recipe_of(call, one)
-            key = one.name, applied is one
+        tensor_texts = [f"{name} {[records[row] for row in rows]}" for name, rows in sorted(call.rows.items())]
+        call_text = f"{tensor_texts} {dict(call.products)} {call.is_bias_known} {call.sample_dim} {call.samples}"
+        recipe_texts = [""]
+        for recipe in recipes:
+            applied = calls.recipe_of(call, recipe)
+            key = recipe.name, applied is recipe
             texts[key] = texts.get(key) or repr((applied.products, applied.seed, applied.draws))
-            of_recipes.append(texts[key])
-        found += [(what, one) for one in of_recipes]
-    return record_keys([*zip(*found, strict=True)])
+            recipe_texts.append(texts[key])
+        keys += [(call_text, text) for text in recipe_texts]
+    return record_keys([*zip(*keys, strict=True)])
 
 
 def _row(errors: CallErrors, call: RecordedCall, *, name: str) -> NDArray[np.float64]:
     """The errors of a call by the recipe of that name."""
-    places = {product: place for place, product in enumerate(call.products)}
+    product_indices = {product: index for index, product in enumerate(call.products)}
     parts = [
-        (places[product], sample, *sums)
+        (product_indices[product], sample, *sums)
         for product, recipe, exact, recorded in errors
         if recipe == name
         for sample, sums in enumerate(np.hstack([np.atleast_2d(exact), np.atleast_2d(recorded)]))

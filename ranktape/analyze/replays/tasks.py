@@ -20,9 +20,9 @@ from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.numerics.attention import (
     AttentionForm,
     attention_products,
-    gives_output,
     heads_second,
     replay_attention,
+    reproduces_output,
 )
 from ranktape.analyze.numerics.error_sums import ErrorSums
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
@@ -66,28 +66,28 @@ class CallTasks(Sequence[CallTask]):
     """The tasks of calls, created when they are accessed."""
 
     def __init__(
-        self, calls: RecordedCalls, recipes: Sequence[Recipe], *, asked: Mapping[int, Collection[str]] | None = None
+        self, calls: RecordedCalls, recipes: Sequence[Recipe], *, subset: Mapping[int, Collection[str]] | None = None
     ) -> None:
         """Take calls and recipes. `asked` limits them to calls, by index, and the names of recipes for each."""
         self._calls, self._recipes = calls, recipes
-        names = [one.name for one in recipes]
-        self._asked = list((dict.fromkeys(range(len(calls.calls)), names) if asked is None else asked).items())
+        names = [recipe.name for recipe in recipes]
+        self._subset = list((dict.fromkeys(range(len(calls.calls)), names) if subset is None else subset).items())
         nbytes = calls.records.column("nbytes").tolist()
         self.sizes = [
-            sum(nbytes[row] for rows in calls.calls[place].rows.values() for row in rows) for place, _ in self._asked
+            sum(nbytes[row] for rows in calls.calls[index].rows.values() for row in rows) for index, _ in self._subset
         ]
         """Number of bytes that each task reads."""
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._subset)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        place, names = self._asked[index]
-        call = self._calls.calls[place]
+        call_index, names = self._subset[index]
+        call = self._calls.calls[call_index]
         records = self._calls.records.take([row for rows in call.rows.values() for row in rows])
-        recipes = tuple(self._calls.recipe_of(call, one) for one in self._recipes if one.name in names)
+        recipes = tuple(self._calls.recipe_of(call, recipe) for recipe in self._recipes if recipe.name in names)
         # The records of files are read when they are accessed, so this is left to the worker.
         return CallTask(call=call, records=records if records.is_costly else tuple(records), recipes=recipes)
 
@@ -101,28 +101,28 @@ def replay_call(task: CallTask) -> CallErrors:
 
     keep_freed_memory(CALL_NBYTES)
     call = task.call
-    found: defaultdict[tuple[str, str], defaultdict[int | None, list[ProductError]]]
-    found = defaultdict(lambda: defaultdict(list))
-    for tensors in layers_of(read_call(task)[0]):
+    errors: defaultdict[tuple[str, str], defaultdict[int | None, list[ProductError]]]
+    errors = defaultdict(lambda: defaultdict(list))
+    for tensors in split_experts(read_call(task)[0]):
         operands = {name: tensors[name] for product in call.products for name in PRODUCTS[product]}
         recorded = {name: tensors[name] for name in call.products if name in tensors}
         if "output" in recorded:
-            bias = bias_of(tensors, is_known=call.is_bias_known)
-            own = recorded["output"].float().flatten(0, -2)
-            recorded["output"] = own if bias is None else own - bias.float()
-        for one in replay_products(
+            bias = output_bias(tensors, is_known=call.is_bias_known)
+            output = recorded["output"].float().flatten(0, -2)
+            recorded["output"] = output if bias is None else output - bias.float()
+        for error in replay_products(
             operands, task.recipes, recorded=recorded, products=call.products, sample_dim=call.sample_dim
         ):
-            found[one.product, one.recipe][one.sample].append(one)
+            errors[error.product, error.recipe][error.sample].append(error)
     return [
         (
             *names,
-            np.vstack([_pooled(one.exact for one in parts) for parts in samples.values()]),
+            np.vstack([_pooled(error.exact for error in parts) for parts in samples.values()]),
             np.vstack(
-                [_pooled(one.recorded for one in parts if one.recorded is not None) for parts in samples.values()]
+                [_pooled(error.recorded for error in parts if error.recorded is not None) for parts in samples.values()]
             ),
         )
-        for names, samples in found.items()
+        for names, samples in errors.items()
     ]
 
 
@@ -139,19 +139,19 @@ def read_call(task: CallTask) -> tuple[Tensors, dict[str, RecordInfo]]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     records = iter(task.records)
-    found, infos = {}, {}
+    tensors, infos = {}, {}
     for name, rows in task.call.rows.items():
         parts = tuple(itertools.islice(records, len(rows)))
         values = ComparedTensor(records=parts, is_assembled=len(parts) > 1).read(view=View.COMPUTE)
         infos[name] = info = parts[0].info
         dtype = viewed_dtype(dtype=info.dtype, compute_dtype=info.compute_dtype, view=View.COMPUTE)
-        found[name] = to_torch(values, dtype=dtype, shape=values.shape).to(device)
+        tensors[name] = to_torch(values, dtype=dtype, shape=values.shape).to(device)
         if name.endswith("weight") and info.layout == TRANSPOSED:
-            found[name] = found[name].T
-    return found, infos
+            tensors[name] = tensors[name].T
+    return tensors, infos
 
 
-def layers_of(tensors: Tensors) -> Iterator[Tensors]:
+def split_experts(tensors: Tensors) -> Iterator[Tensors]:
     """The tensors of each layer. Experts that are multiplied in one call are separate layers, with their own tokens."""
     if "offsets" not in tensors:
         yield tensors
@@ -166,7 +166,7 @@ def layers_of(tensors: Tensors) -> Iterator[Tensors]:
         start = end
 
 
-def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
+def output_bias(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
     """The bias in the output of a layer: the recorded one, or the mean difference of outputs and products."""
     if is_known:
         return tensors.get("bias")
@@ -175,14 +175,14 @@ def bias_of(tensors: Tensors, *, is_known: bool) -> torch.Tensor | None:
     is_finite = output.isfinite().all(1) & inputs.isfinite().all(1)
     if not is_finite.any():
         return None
-    beyond = output[is_finite].double().mean(0) - weight.double() @ inputs[is_finite].double().mean(0)
-    return beyond.float()
+    difference = output[is_finite].double().mean(0) - weight.double() @ inputs[is_finite].double().mean(0)
+    return difference.float()
 
 
 _FURTHEST = 1 << 40
 """Maximum size of a window, in keys. No sequence is as long."""
 
-_NOT_NUMBERS = ("mask", "bias", "sinks")
+_UNRECORDED = ("mask", "bias", "sinks")
 """Names in the metadata of a query of arguments that were passed but not recorded (see `CallOption`)."""
 
 
@@ -191,7 +191,7 @@ class UnknownFormError(Exception):
 
 
 def find_form(
-    said: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     operands: Mapping[str, torch.Tensor],
     *,
     output: torch.Tensor | None,
@@ -207,54 +207,54 @@ def find_form(
         UnknownFormError: no form gives the output, the call cannot be replayed (dropout, capped scores), or several
             forms are possible and there is no output to decide.
     """
-    forms, is_sure = _possible(said, num_queries=operands["query"].shape[2], num_keys=operands["key"].shape[2])
+    forms, is_sure = _possible(metadata, num_queries=operands["query"].shape[2], num_keys=operands["key"].shape[2])
     if is_sure and len(forms) == 1:
         return forms[0]
     if output is None:
-        raise UnknownFormError("its mask was not recorded, and neither was its output, which would tell")
-    own = {name: operands[name].float() for name in ("query", "key", "value")}
-    seen = output.float()
+        raise UnknownFormError("neither its mask nor its output, from which the mask follows, was recorded")
+    wide = {name: operands[name].float() for name in ("query", "key", "value")}
+    recorded = output.float()
 
     def distance(form: AttentionForm) -> float:
-        off = attention_products(own, form=form)["output"] - seen
-        return float(off.nan_to_num(0.0).double().norm())
+        difference = attention_products(wide, form=form)["output"] - recorded
+        return float(difference.nan_to_num(0.0).double().norm())
 
-    def gives(form: AttentionForm) -> bool:
-        known = {name: operands[name] for name in own}
-        return gives_output(known, output, form=form, compute_dtype=compute_dtype)
+    def matches(form: AttentionForm) -> bool:
+        narrow = {name: operands[name] for name in wide}
+        return reproduces_output(narrow, output, form=form, compute_dtype=compute_dtype)
 
     best = min(forms, key=distance)
     if is_sure:
         return best
-    if gives(best):
+    if matches(best):
         # Outputs that are NaN or Inf agree for every mask.
-        if seen.isfinite().all() or not any(gives(form) for form in forms if form != best):
+        if recorded.isfinite().all() or not any(matches(form) for form in forms if form != best):
             return best
-        raise UnknownFormError("several masks give what is finite of its output, and its mask was not recorded")
-    passed = ", ".join(word for word in _NOT_NUMBERS if word in said) or "a mask, a bias, dropout or another scale"
+        raise UnknownFormError("several masks give the finite part of its output, and its mask was not recorded")
+    passed = ", ".join(name for name in _UNRECORDED if name in metadata) or "a mask, a bias, dropout or another scale"
     raise UnknownFormError(
         f"neither causal attention nor attention to all keys gives its output: {passed} was not recorded"
     )
 
 
-def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tuple[list[AttentionForm], bool]:
+def _possible(metadata: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tuple[list[AttentionForm], bool]:
     """The possible forms of a call, and whether one of them is certainly the right one."""
-    if said.get("dropout"):
-        raise UnknownFormError(f"it drops out at random (dropout {said['dropout']})")
-    if said.get("cap"):
-        raise UnknownFormError(f"its scores are capped (cap {said['cap']})")
-    scale = said.get("scale")
+    if metadata.get("dropout"):
+        raise UnknownFormError(f"it uses random dropout ({metadata['dropout']})")
+    if metadata.get("cap"):
+        raise UnknownFormError(f"its scores are capped (cap {metadata['cap']})")
+    scale = metadata.get("scale")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise UnknownFormError(f"its scale was not recorded as a number, but as {scale!r:.40}")
-    is_causal = said.get("is_causal")
-    is_sure = isinstance(is_causal, bool) and not any(word in said for word in _NOT_NUMBERS)
-    before, after = _window(said.get("window"))
+    is_causal = metadata.get("is_causal")
+    is_sure = isinstance(is_causal, bool) and not any(name in metadata for name in _UNRECORDED)
+    before, after = _window(metadata.get("window"))
     causal, full = AttentionForm(before=before, after=0), AttentionForm(before=before, after=after)
     tried = [causal, full, AttentionForm(after=0), AttentionForm()]
     forms = tried if not is_sure else [causal] if is_causal else [full]
     shifts = (0, num_keys - num_queries)
     # Attention that is written out may scale its query before the product.
-    scales = (None, 1.0) if said.get("written_out") else (scale,)
+    scales = (None, 1.0) if metadata.get("written_out") else (scale,)
     shifted = (
         replace(form, scale=scale, shift=0 if form.before is form.after is None else shift)
         for form, shift, scale in itertools.product(forms, shifts, scales)
@@ -262,13 +262,13 @@ def _possible(said: Mapping[str, Any], *, num_queries: int, num_keys: int) -> tu
     return list(dict.fromkeys(shifted)), is_sure
 
 
-def _window(said: Any) -> tuple[int | None, int | None]:
+def _window(window: Any) -> tuple[int | None, int | None]:
     """The numbers of keys that a query sees before and after its own, from FlashAttention's pair or one number."""
-    is_pair = isinstance(said, list) and len(said) == len(("before", "after"))
-    if is_pair and all(isinstance(one, int) for one in said):
-        before, after = (None if one < 0 else min(one, _FURTHEST) for one in said)
+    is_pair = isinstance(window, list) and len(window) == len(("before", "after"))
+    if is_pair and all(isinstance(size, int) for size in window):
+        before, after = (None if size < 0 else min(size, _FURTHEST) for size in window)
         return before, after
-    return (min(said - 1, _FURTHEST), None) if isinstance(said, int) and said > 0 else (None, None)
+    return (min(window - 1, _FURTHEST), None) if isinstance(window, int) and window > 0 else (None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,22 +299,24 @@ def read_attention(task: CallTask) -> AttentionCall:
     names = {name for product in call.products for name in AttentionTensors.products[product]}
     try:
         num_heads = heads_second(tensors["query"], infos["query"].layout).shape[1]
-        seen = {name: heads_second(one, infos[name].layout, num_heads=num_heads) for name, one in tensors.items()}
-        operands = {name: seen[name] for name in names}
-        said = infos["query"].metadata or {}
-        form = find_form(said, operands, output=seen.get("output"), compute_dtype=dtype)
+        by_head = {
+            name: heads_second(tensor, infos[name].layout, num_heads=num_heads) for name, tensor in tensors.items()
+        }
+        operands = {name: by_head[name] for name in names}
+        metadata = infos["query"].metadata or {}
+        form = find_form(metadata, operands, output=by_head.get("output"), compute_dtype=dtype)
     except UsageError as error:
         raise UnknownFormError(str(error)) from error
-    recorded = {name: seen[name] for name, why in call.products.items() if name in seen and not why}
+    recorded = {name: by_head[name] for name, why in call.products.items() if name in by_head and not why}
     return AttentionCall(operands=operands, recorded=recorded, form=form, dtype=dtype)
 
 
-def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
+def without_unknown_forms(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
     """The calls without those of attention whose form is unknown. Reads the tensors of all calls of attention."""
     attention = replace(calls, calls=tuple(call for call in calls.calls if is_attention(call.key)))
     tasks = CallTasks(attention, ())
     reasons = dict(
-        zip((call.key for call in attention.calls), engine.map(_why_unknown, tasks, sizes=tasks.sizes), strict=True)
+        zip((call.key for call in attention.calls), engine.map(_form_error, tasks, sizes=tasks.sizes), strict=True)
     )
     unknown = [
         LeftOut(key=call.key, product=product, reason=reasons[call.key])
@@ -322,11 +324,11 @@ def without_unknown(calls: RecordedCalls, *, engine: Engine) -> RecordedCalls:
         if reasons[call.key]
         for product in call.products
     ]
-    kept = tuple(call for call in calls.calls if not reasons.get(call.key))
-    return replace(calls, calls=kept, left_out=(*calls.left_out, *unknown))
+    known_calls = tuple(call for call in calls.calls if not reasons.get(call.key))
+    return replace(calls, calls=known_calls, left_out=(*calls.left_out, *unknown))
 
 
-def _why_unknown(task: CallTask) -> str:
+def _form_error(task: CallTask) -> str:
     try:
         read_attention(task)
     except UnknownFormError as error:
@@ -344,7 +346,7 @@ def replay_any(task: CallTask) -> CallErrors | str:
         return str(error)
     errors = replay_attention(call.operands, task.recipes, form=call.form, recorded=call.recorded)
     return [
-        (one.product, one.recipe, one.exact.to_array(), (one.recorded or ErrorSums()).to_array())
-        for one in errors
-        if one.product in task.call.products
+        (error.product, error.recipe, error.exact.to_array(), (error.recorded or ErrorSums()).to_array())
+        for error in errors
+        if error.product in task.call.products
     ]

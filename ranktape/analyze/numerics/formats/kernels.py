@@ -173,8 +173,8 @@ def round_block(scaled: NDArray[np.float64], constants: RoundingConstants, round
         for index in range(scaled.size):
             clipped = min(scaled[index], constants.maximum)
             field = max(np.float64(clipped).view(np.int64) & EXPONENT_MASK, np.int64(constants.lowest))
-            own_steps = np.int64(field + constants.raise_by).view(np.float64)
-            rounded[index] = (clipped + own_steps) - own_steps
+            steps = np.int64(field + constants.raise_by).view(np.float64)
+            rounded[index] = (clipped + steps) - steps
     elif constants.kind == EVEN_TAPERED:
         for index in range(scaled.size):
             rounded[index] = round_even(scaled[index], constants)
@@ -206,10 +206,10 @@ def uniform_at(state: int, index: int) -> np.float64:
 
 @compiled
 def draw(
-    magnitudes: NDArray[np.float64], constants: RoundingConstants, state: int, place: int, rounded: NDArray[np.float64]
+    magnitudes: NDArray[np.float64], constants: RoundingConstants, state: int, start: int, rounded: NDArray[np.float64]
 ) -> None:
     """Round magnitudes stochastically, by the uniform numbers of the elements from index `place` on."""
     for index in range(magnitudes.size):
         below = round_floor(magnitudes[index], constants)
         passed, step = passed_of(magnitudes[index], below, constants)
-        rounded[index] = below + (step if uniform_at(state, place + index) < passed else 0.0)
+        rounded[index] = below + (step if uniform_at(state, start + index) < passed else 0.0)

@@ -90,20 +90,22 @@ def round_to(
     overflow = target.overflow_value(saturate=saturate)
     if np.iscomplexobj(values):
         raise UsageError("complex numbers are not rounded: give their real and imaginary parts")
-    given = np.asarray(values)
-    exact = given.reshape(-1).astype(np.float64)
+    array = np.asarray(values)
+    exact = array.reshape(-1).astype(np.float64)
     if target.coding is Coding.TABLE:
-        found: NDArray[np.float64] = nearest_in_table(exact, target=target)
-        return found.reshape(given.shape)
+        nearest: NDArray[np.float64] = nearest_in_table(exact, target=target)
+        return nearest.reshape(array.shape)
     magnitude = np.abs(exact)
-    source, places = np.ascontiguousarray(given).reshape(-1), np.arange(exact.size)
-    endless = round_magnitudes(magnitude, element=target, rounding=chosen, seed=seed or 0, places=places, source=source)
-    rounded = np.where(np.isnan(magnitude), np.nan, np.where(endless > target.maximum, overflow, endless))
+    source, indices = np.ascontiguousarray(array).reshape(-1), np.arange(exact.size)
+    unbounded = round_magnitudes(
+        magnitude, element=target, rounding=chosen, seed=seed or 0, indices=indices, source=source
+    )
+    rounded = np.where(np.isnan(magnitude), np.nan, np.where(unbounded > target.maximum, overflow, unbounded))
     if target.is_signed:
         signed = np.copysign(rounded, exact)
-        return (signed if target.has_negative_zero else signed + 0.0).reshape(given.shape)
+        return (signed if target.has_negative_zero else signed + 0.0).reshape(array.shape)
     least = target.min_subnormal if target.coding is Coding.EXPONENT else 0.0
-    return np.where(exact < 0, np.nan, np.maximum(rounded, least)).reshape(given.shape)
+    return np.where(exact < 0, np.nan, np.maximum(rounded, least)).reshape(array.shape)
 
 
 def nearest_in_table(exact: Any, *, target: Format) -> Any:
@@ -115,7 +117,7 @@ def nearest_in_table(exact: Any, *, target: Format) -> Any:
 
 
 def round_magnitudes(
-    magnitudes: Any, *, element: Format, rounding: Rounding, seed: int = 0, places: Any = None, source: Any = None
+    magnitudes: Any, *, element: Format, rounding: Rounding, seed: int = 0, indices: Any = None, source: Any = None
 ) -> Any:
     """Round float64 magnitudes to the format as if it had values beyond `maximum`; NaN gives an undefined result.
 
@@ -143,10 +145,10 @@ def round_magnitudes(
     if rounding is Rounding.AWAY:
         return below + (passed >= _HALF) * step
     if rounding is Rounding.STOCHASTIC:
-        return below + (uniforms_at(places, seed=seed) < passed) * step
-    found = below + _is_up(passed, magnitudes, source=source, field=field, element=element) * step
+        return below + (uniforms_at(indices, seed=seed) < passed) * step
+    hybrid = below + _is_up(passed, magnitudes, source=source, field=field, element=element) * step
     # Beyond the largest value, hybrid rounding is to nearest, ties away, regardless of the bits.
-    return xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, found)
+    return xp.where(magnitudes >= element.overflow_start_of(Rounding.AWAY), 2 * bounded, hybrid)
 
 
 def _steps(bounded: Any, element: Format) -> tuple[Any, Any]:
@@ -218,8 +220,8 @@ def uniforms(seed: int, *, start: int, size: int) -> NDArray[np.float64]:
     Raises:
         UsageError: the seed is not an integer.
     """
-    found: NDArray[np.float64] = uniforms_at(np.arange(start, start + size, dtype=np.int64), seed=seed)
-    return found
+    numbers: NDArray[np.float64] = uniforms_at(np.arange(start, start + size, dtype=np.int64), seed=seed)
+    return numbers
 
 
 def uniforms_at(index: Any, *, seed: int) -> Any:
@@ -254,10 +256,10 @@ def state_of(seed: int) -> int:
         UsageError: the seed is not an integer.
     """
     try:
-        whole = operator.index(seed)
+        integer = operator.index(seed)
     except TypeError as error:
         raise UsageError(f"seed is {seed!r}: give an integer") from error
-    state = (whole + GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63)
+    state = (integer + GOLDEN + (1 << 63)) % (1 << 64) - (1 << 63)
     return int(mix(np.array([state]))[0])
 
 
@@ -303,8 +305,8 @@ def codes_of(values: ArrayLike, *, target: Format) -> NDArray[Any]:
     elif target.coding is Coding.TAPERED:
         magnitudes = _table(target.name)[: 1 << (target.num_bits - 1)]
         in_order = np.argsort(magnitudes)
-        found = np.searchsorted(magnitudes, np.where(is_nan, 0.0, np.abs(exact)), sorter=in_order)
-        codes = in_order[np.minimum(found, in_order.size - 1)]
+        positions = np.searchsorted(magnitudes, np.where(is_nan, 0.0, np.abs(exact)), sorter=in_order)
+        codes = in_order[np.minimum(positions, in_order.size - 1)]
         # The bits of negative zero are the code of NaN.
         codes |= (np.signbit(exact) & (codes != 0)).astype(np.int64) << (target.num_bits - 1)
     else:
@@ -321,22 +323,22 @@ def decode(codes: ArrayLike, *, target: Format) -> NDArray[np.float64]:
     Raises:
         UsageError: the codes are not integers, or not all are between 0 and the largest code of the format.
     """
-    given = np.asarray(codes)
-    if given.size == 0:
-        return np.zeros(given.shape)
-    if given.dtype.kind not in "iu":
-        raise UsageError(f"codes are integers, not {given.dtype}: `encode` makes them from values")
+    array = np.asarray(codes)
+    if array.size == 0:
+        return np.zeros(array.shape)
+    if array.dtype.kind not in "iu":
+        raise UsageError(f"codes are integers, not {array.dtype}: `encode` makes them from values")
     largest = (1 << target.num_bits) - 1
-    if int(given.min()) < 0 or int(given.max()) > largest:
+    if int(array.min()) < 0 or int(array.max()) > largest:
         raise UsageError(
-            f"codes of {target.name} are between 0 and {largest}, not {given.min()} to {given.max()}: "
+            f"codes of {target.name} are between 0 and {largest}, not {array.min()} to {array.max()}: "
             "view signed integers as unsigned ones"
         )
     if target.coding is Coding.TABLE:
-        return np.asarray(np.array(target.table)[given])
+        return np.asarray(np.array(target.table)[array])
     if target.num_bits > MAX_TABLE_BITS:
-        return _values(given, target)
-    return np.asarray(_table(target.name)[given])
+        return _values(array, target)
+    return np.asarray(_table(target.name)[array])
 
 
 @functools.cache
@@ -355,9 +357,9 @@ def code_table(name: str) -> NDArray[np.uint8]:
     """
     target = FORMATS[name]
     values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    without_code = np.isnan(values) & (target.num_nans == 0)
+    has_no_code = np.isnan(values) & (target.num_nans == 0)
     codes: NDArray[np.uint8] = encode(
-        np.where(without_code, 0.0, values),
+        np.where(has_no_code, 0.0, values),
         target=target,
         rounding=Rounding.FLOOR,
         saturate=not target.num_infinities,
@@ -374,8 +376,8 @@ def narrow_codes(values: Any, *, target: Format) -> Any:
     xp = namespace(values)
     if target.coding is Coding.TABLE:
         table = xp.asarray(target.table, dtype=xp.float64, device=values.device)
-        found = xp.searchsorted(table, xp.nan_to_num(values).reshape(-1))
-        return xp.asarray(found, dtype=xp.uint8).reshape(values.shape)
+        positions = xp.searchsorted(table, xp.nan_to_num(values).reshape(-1))
+        return xp.asarray(positions, dtype=xp.uint8).reshape(values.shape)
     patterns = (xp.asarray(values, dtype=xp.float32).view(xp.int32) >> 16) & 0xFFFF
     codes = code_table(target.name)
     return (codes if xp is np else xp.tensor(codes, device=values.device))[patterns]

@@ -86,7 +86,7 @@ class BlockCounts:
 
 def pack_histogram(counts: NDArray[np.int64], blocks: Sequence[BlockCounts]) -> NDArray[Any]:
     """Pack the counts of a tensor's bit patterns and of its blocks into one array, which is stored."""
-    sections = [word for one in blocks for word in _section(one)]
+    sections = [word for counts_of_axis in blocks for word in _section(counts_of_axis)]
     words = np.concatenate([counts, [len(blocks)], *sections])
     dtype = "<u8" if counts.sum() >= WIDE_FROM else "<u4"
     packed = np.zeros(padded(words.size), dtype=dtype)
@@ -108,47 +108,47 @@ def unpack_blocks(words: NDArray[Any]) -> list[BlockCounts]:
     if words.size == NUM_CODES:
         return []
     if words.size < NUM_CODES:
-        raise _damaged("they are cut off")
-    left = words[NUM_CODES:].astype(np.uint64, copy=False)
+        raise _damage_error("they are cut off")
+    remaining = words[NUM_CODES:].astype(np.uint64, copy=False)
 
     def take(number: int) -> NDArray[np.uint64]:
-        nonlocal left
-        if number > left.size:
-            raise _damaged("they are cut off")
-        taken, left = left[:number], left[number:]
+        nonlocal remaining
+        if number > remaining.size:
+            raise _damage_error("they are cut off")
+        taken, remaining = remaining[:number], remaining[number:]
         return taken
 
     (number,) = take(1).tolist()
     if number > len(BLOCK_AXES):
-        raise _damaged(f"they are along {number} axes")
-    found = [_blocks(take) for _ in range(number)]
-    if left.any():
-        raise _damaged("something lies behind them")
-    return found
+        raise _damage_error(f"they are along {number} axes")
+    blocks = [_blocks(take) for _ in range(number)]
+    if remaining.any():
+        raise _damage_error("there is data after them")
+    return blocks
 
 
-def _damaged(why: str) -> DataError:
+def _damage_error(why: str) -> DataError:
     return DataError(f"the counts of blocks are damaged: {why}")
 
 
-def _section(one: BlockCounts) -> list[NDArray[np.int64]]:
-    rows = one.exponents.astype(np.int64) + EXPONENT_BIAS << 8 | one.classes
+def _section(blocks: BlockCounts) -> list[NDArray[np.int64]]:
+    rows = blocks.exponents.astype(np.int64) + EXPONENT_BIAS << 8 | blocks.classes
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     sizes = np.diff(starts, append=rows.size)
-    magnitudes = one.magnitudes.astype(np.int64)
+    magnitudes = blocks.magnitudes.astype(np.int64)
     steps = np.diff(magnitudes, prepend=0)
     steps[starts] = magnitudes[starts]
-    header = [BLOCK_AXES.index(one.axis), *(getattr(one, name) for name in NUMBERS)]
-    header += [len(one.cuts), starts.size, rows.size, *one.cuts]
-    of_rows = [rows[starts] >> 8, rows[starts] & 255, sizes]
-    return [np.array(header, dtype=np.int64), np.stack(of_rows, axis=1).reshape(-1), steps, one.counts]
+    header = [BLOCK_AXES.index(blocks.axis), *(getattr(blocks, name) for name in NUMBERS)]
+    header += [len(blocks.cuts), starts.size, rows.size, *blocks.cuts]
+    row_header = [rows[starts] >> 8, rows[starts] & 255, sizes]
+    return [np.array(header, dtype=np.int64), np.stack(row_header, axis=1).reshape(-1), steps, blocks.counts]
 
 
 def _blocks(take: Callable[[int], NDArray[np.uint64]]) -> BlockCounts:
     axis, *numbers = take(1 + len(NUMBERS)).tolist()
     num_cuts, num_rows, num_cells = take(3).tolist()
     if axis >= len(BLOCK_AXES) or not numbers[0] or num_cuts > _MAX_CUTS or max(numbers) >= 1 << 62:
-        raise _damaged("their header says what cannot be")
+        raise _damage_error("their header has impossible values")
     cuts = tuple(take(num_cuts).tolist())
     rows = take(3 * num_rows).reshape(num_rows, 3)
     steps, counts = take(num_cells), take(num_cells)
@@ -167,7 +167,7 @@ def _blocks(take: Callable[[int], NDArray[np.uint64]]) -> BlockCounts:
         and sorted(set(cuts)) == list(cuts)
     )
     if not is_sound:
-        raise _damaged("their cells cannot be")
+        raise _damage_error("their cells have impossible values")
     wide = sizes.astype(np.int64)
     return BlockCounts(
         axis=BLOCK_AXES[axis],
@@ -188,5 +188,5 @@ def _summed(steps: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.ui
     is_first = np.zeros(steps.size, dtype=np.bool_)
     is_first[starts] = True
     if ((steps == 0) & ~is_first).any() or (magnitudes >= NUM_MAGNITUDES).any():
-        raise _damaged("their cells cannot be")
+        raise _damage_error("their cells have impossible values")
     return np.asarray(magnitudes, dtype=np.uint16)

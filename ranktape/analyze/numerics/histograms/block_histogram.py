@@ -22,7 +22,7 @@ from ranktape.analyze.numerics.formats.kernels import ONE_FIELD
 from ranktape.analyze.numerics.histograms.block_counts import CUT_UNITS, NUM_MAGNITUDES, NUMBERS, BlockCounts
 from ranktape.analyze.numerics.histograms.histogram import pattern_values
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.pieces import by_memory, each, in_three, num_threads, pieces
+from ranktape.analyze.numerics.pieces import as_three_dims, map_in_threads, memory_order, num_threads, pieces
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, raise_of
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
@@ -179,35 +179,35 @@ def count_in_tables(
     block_length = max(1, min(block_size, array.shape[axis]))
     if block_length >= _MAX_COUNTED:
         raise UsageError(f"blocks of {block_length} elements cannot be counted: use less than {_MAX_COUNTED}")
-    ordered, moved_axis = by_memory(array, axis=axis)
+    ordered, moved_axis = memory_order(array, axis=axis)
     parts = pieces(ordered, axis=moved_axis, block_size=block_length)
     num_workers = max(1, min(num_threads(threads), len(parts)))
-    num_shares = min(max(num_workers, -(-2 * array.size // _MAX_COUNTED)), max(1, len(parts)))
+    num_parts = min(max(num_workers, -(-2 * array.size // _MAX_COUNTED)), max(1, len(parts)))
     rows = rows_of(dtype)
     starts_R = np.cumsum(rows.ends) - rows.ends
 
-    def count_share(number: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    def count_part(part_number: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         # Each row has a table. Pages of a table without counts take no memory.
         blocks_R, counts = np.zeros_like(starts_R), np.zeros(int(rows.ends.sum()), dtype=np.uint32)
-        for part in parts[number::num_shares]:
-            patterns_ONI = in_three(_patterns(part, dtype=dtype), axis=moved_axis)
-            own = block_length, rows.of_magnitude, starts_R, blocks_R, counts
+        for part in parts[part_number::num_parts]:
+            patterns_ONI = as_three_dims(_patterns(part, dtype=dtype), axis=moved_axis)
+            arguments = block_length, rows.of_magnitude, starts_R, blocks_R, counts
             if patterns_ONI.shape[2] == 1:
-                _count_last(patterns_ONI[:, :, 0], *own)
+                _count_last(patterns_ONI[:, :, 0], *arguments)
             else:
-                _count_inside(patterns_ONI, *own)
+                _count_inside(patterns_ONI, *arguments)
         return blocks_R, counts
 
-    shares = each(count_share, range(num_shares), threads=num_workers)
-    blocks = np.sum([blocks_R for blocks_R, _ in shares], axis=0)
+    part_counts = map_in_threads(count_part, range(num_parts), threads=num_workers)
+    blocks = np.sum([blocks_R for blocks_R, _ in part_counts], axis=0)
     cells, num_cells = {}, 0
     for row in (1 + np.flatnonzero(blocks[1:])).tolist():
         table = slice(int(starts_R[row]), int(starts_R[row] + rows.ends[row]))
-        first, *others = (counts[table] for _, counts in shares)
+        first, *others = (counts[table] for _, counts in part_counts)
         total = sum(others, start=first.astype(np.int64)) if others else first
-        found = np.flatnonzero(total)
-        cells[row] = found.astype(np.uint16), total[found].astype(np.int64)
-        num_cells += found.size
+        occurring = np.flatnonzero(total)
+        cells[row] = occurring.astype(np.uint16), total[occurring].astype(np.int64)
+        num_cells += occurring.size
         if max_cells is not None and num_cells > max_cells:
             return None
     return Counted(blocks=blocks, cells=cells)
@@ -218,8 +218,8 @@ def _patterns(part: NDArray[Any], *, dtype: np.dtype[Any]) -> NDArray[np.int16]:
         return part.view(np.int16)
     with np.errstate(over="ignore", invalid="ignore"):
         if part.dtype.itemsize == 1:
-            every = np.arange(1 << 8, dtype=np.uint8).view(part.dtype).astype(dtype).view(np.int16)
-            return every[part.view(np.uint8)]
+            all_patterns = np.arange(1 << 8, dtype=np.uint8).view(part.dtype).astype(dtype).view(np.int16)
+            return all_patterns[part.view(np.uint8)]
         return part.astype(dtype).view(np.int16)
 
 
@@ -245,7 +245,7 @@ class BlockHistogram(BlockCounts):
         """The magnitude of each cell as a number."""
         return pattern_values(self.dtype)[self.magnitudes]
 
-    def answers(self, rule: ScaleRule, element: Format) -> bool:
+    def supports(self, rule: ScaleRule, element: Format) -> bool:
         """Whether the classes determine the scales of the rule for elements of the format."""
         significands = significands_of(self.dtype)
         is_doubled = _is_doubled(significands, rule, element)
@@ -258,7 +258,7 @@ class BlockHistogram(BlockCounts):
         Raises:
             UsageError: the classes do not determine the scales.
         """
-        if not self.answers(rule, element):
+        if not self.supports(rule, element):
             raise UsageError(
                 f"blocks counted in classes do not tell the scales of rule {rule} for elements of {element.name}: "
                 f"use another rule, or the values themselves"
@@ -278,7 +278,7 @@ def _is_doubled(significands: NDArray[np.float64], rule: ScaleRule, element: For
 TWO_BITS = (ONE_FIELD + 1) << 52
 """The bits of the float64 2.0."""
 
-OUTSIDE_CELLS = NUMBERS[1:]
+EXCLUDED = NUMBERS[1:]
 """The fields of a histogram of blocks that are counts of blocks and of elements outside of cells."""
 
 CELLS = ("exponents", "classes", "magnitudes", "counts")
@@ -309,9 +309,9 @@ def count_blocks(
         UsageError: the dtype is wider or not a floating-point one, there is no such axis, or `block_size` or `threads`
             is less than 1.
     """
-    found = count_few_cells(array, axis=axis, block_size=block_size, threads=threads, rounded_to=rounded_to)
-    assert found is not None, "no number of cells is too large"
-    return found
+    histogram = count_few_cells(array, axis=axis, block_size=block_size, threads=threads, rounded_to=rounded_to)
+    assert histogram is not None, "no number of cells is too large"
+    return histogram
 
 
 def count_few_cells(
@@ -345,12 +345,12 @@ def count_few_cells(
 
 
 @functools.cache
-def _counted_dtype(given: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np.dtype[Any]:
-    dtype = given if rounded_to is None else rounded_to
+def _counted_dtype(stored: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> np.dtype[Any]:
+    dtype = stored if rounded_to is None else rounded_to
     row = dtype_row(dtype_name(dtype))
-    if not row.is_floating or not dtype_row(dtype_name(given)).is_floating or row.itemsize > HALF_NBYTES:
+    if not row.is_floating or not dtype_row(dtype_name(stored)).is_floating or row.itemsize > HALF_NBYTES:
         raise UsageError(
-            f"{given} cannot be counted in blocks: use a floating type of at most 16 bits; "
+            f"{stored} cannot be counted in blocks: use a floating type of at most 16 bits; "
             f"sweep_array takes wider values as they are"
         )
     return dtype if row.itemsize == HALF_NBYTES else _BFLOAT16
@@ -363,11 +363,11 @@ def build_histogram(
     rows = rows_of(dtype)
     last = rows.ends.size - 1
     spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)
-    found = sorted(counted.cells)
-    sizes = [counted.cells[row][0].size for row in found]
+    row_ids = sorted(counted.cells)
+    sizes = [counted.cells[row][0].size for row in row_ids]
     magnitudes, counts = np.empty(sum(sizes), dtype=np.uint16), np.empty(sum(sizes), dtype=np.int64)
     end = 0
-    for row, size in zip(found, sizes, strict=True):
+    for row, size in zip(row_ids, sizes, strict=True):
         # Rows are removed one by one, because two copies of all cells could take more memory than the tables.
         magnitudes[end : end + size], counts[end : end + size] = counted.cells.pop(row)
         end += size
@@ -376,8 +376,8 @@ def build_histogram(
         axis=axis,
         block_size=block_size,
         cuts=CUTS,
-        exponents=np.repeat(rows.exponents[found], sizes),
-        classes=np.repeat(rows.classes[found], sizes),
+        exponents=np.repeat(rows.exponents[row_ids], sizes),
+        classes=np.repeat(rows.classes[row_ids], sizes),
         magnitudes=magnitudes,
         counts=counts,
         num_blocks=int(counted.blocks.sum()),

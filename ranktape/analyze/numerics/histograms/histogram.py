@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.kernels import BLOCK, compiled
-from ranktape.analyze.numerics.pieces import by_memory, contiguous, each, frozen, num_threads, pieces
+from ranktape.analyze.numerics.pieces import contiguous, frozen, map_in_threads, memory_order, num_threads, pieces
 from ranktape.errors import UsageError
 from ranktape.storage.format.dtypes import HALF_NBYTES, dtype_name, dtype_row
 from ranktape.storage.format.record_info import TALLY_KINDS, ElementTally, Overflow
@@ -112,7 +112,7 @@ def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[n
     magnitude.
     """
     as_key = keys_OSI.dtype.type
-    infinity, overflow, normal, kept, top = marks
+    infinity, overflow, normal, unflushed, top = marks
     nothing, bottom = as_key(0), as_key(~top)
     smallest, largest, largest_finite, smallest_nonzero = ends
     for before in range(keys_OSI.shape[0]):
@@ -135,7 +135,7 @@ def _scan_keys(keys_OSI: NDArray[Any], marks: NDArray[Any], counts_SK: NDArray[n
                     upper = as_key(upper + (is_over & (not is_negative)))
                     lower = as_key(lower + (is_over & is_negative))
                     subnormal = as_key(subnormal + (magnitude < normal))
-                    flushed = as_key(flushed + (magnitude < kept))
+                    flushed = as_key(flushed + (magnitude < unflushed))
                     nan = as_key(nan + (not is_number))
                     inf = as_key(inf + (magnitude == infinity))
                     zero = as_key(zero + is_zero)
@@ -183,9 +183,9 @@ class Histogram:
         if not _has_sign_bit(self.dtype):
             values, counts = self.pairs()
             return np.abs(values), counts
-        both = self.counts[:half] + self.counts[half:]
-        (patterns,) = np.nonzero(both)
-        return pattern_values(self.dtype)[patterns], both[patterns]
+        merged = self.counts[:half] + self.counts[half:]
+        (patterns,) = np.nonzero(merged)
+        return pattern_values(self.dtype)[patterns], merged[patterns]
 
 
 def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
@@ -200,7 +200,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
     if array.dtype.itemsize > HALF_NBYTES:
         raise UsageError(f"{array.dtype} has too many patterns to count: use a type of at most 16 bits")
     unsigned = np.uint8 if array.dtype.itemsize == 1 else np.uint16
-    ordered, _ = by_memory(array.reshape(1) if array.ndim == 0 else array, axis=0)
+    ordered, _ = memory_order(array.reshape(1) if array.ndim == 0 else array, axis=0)
     parts = pieces(ordered, axis=0, block_size=1)
     num_workers = max(1, min(num_threads(threads), len(parts)))
     shares = [parts[number::num_workers] for number in range(num_workers)]
@@ -211,7 +211,7 @@ def count_values(array: AnyArray, *, threads: int | None = 1) -> Histogram:
             _count(frozen(contiguous(part).view(unsigned), shape=(1, 1, part.size)), counts)
         return counts.reshape(-1)
 
-    return Histogram(dtype=array.dtype, counts=np.sum(each(count_share, shares, threads=num_workers), axis=0))
+    return Histogram(dtype=array.dtype, counts=np.sum(map_in_threads(count_share, shares, threads=num_workers), axis=0))
 
 
 @functools.cache
@@ -233,7 +233,7 @@ def _has_sign_bit(dtype: np.dtype[Any]) -> bool:
 
 
 @functools.cache
-def own_limits(dtype: np.dtype[Any]) -> Limits:
+def dtype_limits(dtype: np.dtype[Any]) -> Limits:
     """The limits of a dtype: only infinities overflow, nothing is flushed, and integers have no subnormals.
 
     Raises:
@@ -265,7 +265,7 @@ def measure(array: AnyArray, *, sample_dim: int | None) -> Overflow:
     Raises:
         UsageError: the dtype is not one of records, or the array has no dimension `sample_dim`.
     """
-    tallies = scan(array, limits=own_limits(array.dtype), sample_dim=sample_dim)
+    tallies = scan(array, limits=dtype_limits(array.dtype), sample_dim=sample_dim)
     total = max(1, tallies.num_elements)
     per_sample = tallies.per_sample
     return Overflow(
@@ -291,7 +291,7 @@ def scan(array: AnyArray, *, limits: Limits, sample_dim: int | None = None) -> T
     row = dtype_row(dtype_name(array.dtype))
     if sample_dim is not None and not 0 <= sample_dim < array.ndim:
         raise UsageError(f"sample_dim={sample_dim} is not a dimension of an array of shape {array.shape}")
-    shape_OSI = _samples_apart(array.shape, sample_dim=sample_dim)
+    shape_OSI = _shape_by_sample(array.shape, sample_dim=sample_dim)
     if row.itemsize == 1:
         tallies = _scan_bytes(array, shape_OSI=shape_OSI, limits=limits)
     elif row.is_floating:
@@ -309,7 +309,7 @@ def scan_histogram(histogram: Histogram, *, limits: Limits) -> Tallies:
     return dataclasses.replace(tallies, per_sample=None)
 
 
-def _samples_apart(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:
+def _shape_by_sample(shape: tuple[int, ...], *, sample_dim: int | None) -> tuple[int, int, int]:
     """The three-dimensional shape (before, samples, after) of an array in C order."""
     if sample_dim is None:
         return 1, 1, int(np.prod(shape, dtype=np.int64))

@@ -45,7 +45,7 @@ def statistics_of(array: NDArray[Any]) -> Statistics:
     flat = np.ascontiguousarray(array).reshape(-1)
     if row.itemsize <= HALF_NBYTES and flat.size >= _COUNTED_FROM:
         return statistics_of_histogram(count_values(flat))
-    return merge_statistics([_of_floats(part) for part in _as_floats(flat, is_complex=row.is_complex)])
+    return merge_statistics([_float_statistics(part) for part in _as_floats(flat, is_complex=row.is_complex)])
 
 
 def statistics_of_histogram(counted: Histogram) -> Statistics:
@@ -64,7 +64,7 @@ def warm_up() -> None:
     for axis in (0, 1):
         count_blocks(np.ones((2, 2), dtype=dtype_row("bfloat16").numpy_dtype), axis=axis, threads=1)
     for wide in (np.float32, np.float64):
-        _of_floats(np.zeros(1, dtype=wide))
+        _float_statistics(np.zeros(1, dtype=wide))
 
 
 def _as_floats(flat: NDArray[Any], *, is_complex: bool) -> Iterator[NDArray[Any]]:
@@ -109,7 +109,7 @@ def _sum_powers(values: NDArray[Any], sums_BM: NDArray[np.float64]) -> None:
         sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] = count, total, second, third, fourth, magnitudes
 
 
-def _of_floats(values: NDArray[Any]) -> Statistics:
+def _float_statistics(values: NDArray[Any]) -> Statistics:
     sums_BM = np.zeros((-(-values.size // BLOCK), _NUM_SUMS))
     _sum_powers(frozen(values, shape=(values.size,)), sums_BM)
     is_all_finite = sums_BM[:, 0].sum() == values.size

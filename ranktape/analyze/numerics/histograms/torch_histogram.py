@@ -43,7 +43,7 @@ def count_tensor(tensor: torch.Tensor) -> Histogram:
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     counts = torch.zeros(num_patterns, dtype=torch.int64, device=tensor.device)
     for box in boxes(tuple(rows.shape), axis=-1 % rows.ndim, block_size=1, box_size=BOX_SIZE):
-        patterns = rows[box.place].contiguous().view(unsigned).to(torch.int64) & (num_patterns - 1)
+        patterns = rows[box.slices].contiguous().view(unsigned).to(torch.int64) & (num_patterns - 1)
         counts += torch.bincount(patterns.reshape(-1), minlength=num_patterns)
     return Histogram(dtype=_numpy_dtype(tensor.dtype), counts=counts.cpu().numpy())
 
@@ -76,43 +76,43 @@ def _count(halves: torch.Tensor, *, axis: int, block_size: int) -> Counted:
 
     shape, device = tuple(halves.shape), halves.device
     rows = rows_of(_numpy_dtype(halves.dtype))
-    row_of_magnitude = torch.from_numpy(rows.of_magnitude.astype(np.int64)).to(device)
+    row_by_magnitude = torch.from_numpy(rows.of_magnitude.astype(np.int64)).to(device)
     largest = torch.zeros(grouped_shape(shape, axis=axis, block_size=block_size), dtype=torch.int16, device=device)
     covering = list(boxes(shape, axis=axis, block_size=block_size, box_size=BOX_SIZE))
 
-    def magnitudes(place: tuple[slice, ...], shape_obei: tuple[int, ...]) -> torch.Tensor:
-        patterns = halves[place].contiguous().view(torch.int16) & (NUM_MAGNITUDES - 1)
+    def magnitudes(slices: tuple[slice, ...], shape_obei: tuple[int, ...]) -> torch.Tensor:
+        patterns = halves[slices].contiguous().view(torch.int16) & (NUM_MAGNITUDES - 1)
         return patterns.reshape(shape_obei)
 
     for box in covering:
         # The patterns of a floating-point dtype are in the order of the magnitudes.
-        found = magnitudes(box.place, box.shape_OBEI).amax(dim=2)
-        place = largest[box.groups]
-        place.copy_(torch.maximum(place, found.reshape(place.shape)))
+        box_largest = magnitudes(box.slices, box.shape_OBEI).amax(dim=2)
+        group_largest = largest[box.groups]
+        group_largest.copy_(torch.maximum(group_largest, box_largest.reshape(group_largest.shape)))
     cells = counts = torch.zeros(0, dtype=torch.int64, device=device)
     for box in covering:
         before, blocks, _, after = box.shape_OBEI
-        row = row_of_magnitude[largest[box.groups].to(torch.int64)].reshape(before, blocks, 1, after)
-        keys = (row << _MAGNITUDE_BITS) | magnitudes(box.place, box.shape_OBEI)
-        cells, counts = _together(cells, counts, *torch.unique(keys, return_counts=True))
-    blocks_R = torch.bincount(row_of_magnitude[largest.reshape(-1).to(torch.int64)], minlength=rows.ends.size)
-    cells_found, occurrences = cells.cpu().numpy(), counts.cpu().numpy()
-    patterns = (cells_found & (NUM_MAGNITUDES - 1)).astype(np.uint16)
-    row_ids, starts = np.unique(cells_found >> _MAGNITUDE_BITS, return_index=True)
+        row = row_by_magnitude[largest[box.groups].to(torch.int64)].reshape(before, blocks, 1, after)
+        keys = (row << _MAGNITUDE_BITS) | magnitudes(box.slices, box.shape_OBEI)
+        cells, counts = _merge_cells(cells, counts, *torch.unique(keys, return_counts=True))
+    blocks_R = torch.bincount(row_by_magnitude[largest.reshape(-1).to(torch.int64)], minlength=rows.ends.size)
+    cell_keys, occurrences = cells.cpu().numpy(), counts.cpu().numpy()
+    patterns = (cell_keys & (NUM_MAGNITUDES - 1)).astype(np.uint16)
+    row_ids, starts = np.unique(cell_keys >> _MAGNITUDE_BITS, return_index=True)
     ends = starts[1:].tolist()
     parts = zip(row_ids.tolist(), np.split(patterns, ends), np.split(occurrences, ends), strict=False)
-    of_rows = {row: (own_patterns, own_counts) for row, own_patterns, own_counts in parts if row}
-    return Counted(blocks=blocks_R.cpu().numpy(), cells=of_rows)
+    cells_by_row = {row: (row_patterns, row_counts) for row, row_patterns, row_counts in parts if row}
+    return Counted(blocks=blocks_R.cpu().numpy(), cells=cells_by_row)
 
 
-def _together(
+def _merge_cells(
     cells: torch.Tensor, counts: torch.Tensor, more_cells: torch.Tensor, more_counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    distinct, places = torch.unique(torch.cat([cells, more_cells]), return_inverse=True)
+    distinct, inverse = torch.unique(torch.cat([cells, more_cells]), return_inverse=True)
     added = torch.zeros(distinct.shape, dtype=torch.int64, device=cells.device)
-    return distinct, added.index_add_(0, places, torch.cat([counts, more_counts]))
+    return distinct, added.index_add_(0, inverse, torch.cat([counts, more_counts]))
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:

@@ -27,7 +27,7 @@ from ranktape.analyze.numerics.formats.kernels import (
 )
 from ranktape.analyze.numerics.formats.values import NARROW_BITS, code_table, state_of
 from ranktape.analyze.numerics.kernels import compiled
-from ranktape.analyze.numerics.pieces import array_of, each, frozen
+from ranktape.analyze.numerics.pieces import frozen, map_in_threads, tensor_to_array
 from ranktape.analyze.numerics.quantization.encoded import LOSSES, code_dtype, element_codes
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.scales import (
@@ -103,8 +103,8 @@ def _rounding_of(plan: QuantizePlan, *, num_bytes: int) -> Narrow | Wide:
     element = plan.scheme.element
     zero, is_wide = np.float32(-0.0 if element.has_negative_zero else 0.0), num_bytes == WIDE_NBYTES
     if is_wide or plan.rounding is not Rounding.EVEN or element.taper or element.num_bits > NARROW_BITS:
-        has_own_bits = num_bytes == HALF_NBYTES and plan.scheme.scaling is Scaling.NONE
-        constants = constants_of(element, plan.rounding, is_bf16=has_own_bits)
+        reads_bf16 = num_bytes == HALF_NBYTES and plan.scheme.scaling is Scaling.NONE
+        constants = constants_of(element, plan.rounding, is_bf16=reads_bf16)
         return Wide(constants, state_of(plan.seed), is_float32(plan), zero)
     return Narrow(
         lowest_field=np.int32((element.emin + ONE_FIELD) << FRACTION_BITS),
@@ -131,16 +131,18 @@ def _stored(value: float | np.floating[Any], results_C: NDArray[Any], is_pattern
 
 
 @compiled
-def _narrow(value: np.float32, before: np.float32, after: np.float32, how: Narrow, divides: int | None) -> np.float32:
+def _narrow(
+    value: np.float32, before: np.float32, after: np.float32, narrow: Narrow, divides: int | None
+) -> np.float32:
     scaled = np.float32(value * before if divides is None else np.divide(value, before))
     bits = np.float32(scaled).view(np.int32)
     magnitude = np.int32(bits & MAGNITUDE)
-    bounded = np.int32(min(magnitude, how.limit))
+    bounded = np.int32(min(magnitude, narrow.limit))
     # The sum of the magnitude and the anchor has no bits below the last bit of the element.
-    anchor = np.int32(max(how.lowest_field, np.int32(bounded & INFINITY)) + how.anchor_step).view(np.float32)
+    anchor = np.int32(max(narrow.lowest_field, np.int32(bounded & INFINITY)) + narrow.anchor_step).view(np.float32)
     rounded = np.float32(np.float32(np.int32(bounded).view(np.float32) + anchor) - anchor).view(np.int32)
     signed = np.int32(rounded | np.int32(bits & ~MAGNITUDE)).view(np.float32)
-    return np.float32(np.float32(signed + how.zero) * after) if magnitude <= INFINITY else scaled
+    return np.float32(np.float32(signed + narrow.zero) * after) if magnitude <= INFINITY else scaled
 
 
 @compiled
@@ -154,7 +156,7 @@ def _quantize_rows(  # noqa: PLR0917 - numba knows no keyword-only arguments
     narrow: Narrow,
     divides: int | None,
     is_pattern: int | None,
-    gives_patterns: int | None,
+    writes_patterns: int | None,
 ) -> None:
     """Divide or multiply float32 numbers by the first factor of their group, round them, multiply by the second factor.
 
@@ -166,15 +168,15 @@ def _quantize_rows(  # noqa: PLR0917 - numba knows no keyword-only arguments
         if run == 1:
             for index in range(numbers_C.size):
                 value = _number(numbers_C, index, is_pattern)
-                found = _narrow(value, before_K[index], after_K[index], narrow, divides)
-                results_C[index] = _stored(found, results_C, gives_patterns)
+                quantized = _narrow(value, before_K[index], after_K[index], narrow, divides)
+                results_C[index] = _stored(quantized, results_C, writes_patterns)
         else:
             for start in range(0, numbers_C.size, run):
                 numbers, results = numbers_C[start : start + run], results_C[start : start + run]
                 before, after = before_K[start // run], after_K[start // run]
                 for index in range(numbers.size):
-                    found = _narrow(_number(numbers, index, is_pattern), before, after, narrow, divides)
-                    results[index] = _stored(found, results, gives_patterns)
+                    quantized = _narrow(_number(numbers, index, is_pattern), before, after, narrow, divides)
+                    results[index] = _stored(quantized, results, writes_patterns)
 
 
 @compiled
@@ -211,11 +213,11 @@ def _quantize_wide_rows(  # noqa: PLR0917 - as above
     before_GK: NDArray[np.float32],
     after_GK: NDArray[np.float32],
     run: int,
-    first_place: int,
+    first_index: int,
     wide: Wide,
     divides: int | None,
     is_pattern: int | None,
-    gives_patterns: int | None,
+    writes_patterns: int | None,
 ) -> None:
     """Do what `_quantize_rows` does, in float64 and for numbers of any size.
 
@@ -230,14 +232,14 @@ def _quantize_wide_rows(  # noqa: PLR0917 - as above
         _spread(after_GK[group_R[row]], run, after_C)
         _scale(numbers_C, is_pattern, before_C, wide.is_float32, divides, scaled_C)
         if wide.element.kind == RANDOM:
-            draw(scaled_C, wide.element, wide.state, first_place + row * num_columns, rounded_C)
+            draw(scaled_C, wide.element, wide.state, first_index + row * num_columns, rounded_C)
         else:
             round_block(scaled_C, wide.element, rounded_C)
         for index in range(num_columns):
             number = np.float64(_number(numbers_C, index, is_pattern))
             signed = np.copysign(rounded_C[index], number) + np.float64(wide.zero)
             value = signed * after_C[index] if scaled_C[index] >= 0 else np.nan
-            results_C[index] = _stored(value, results_C, gives_patterns)
+            results_C[index] = _stored(value, results_C, writes_patterns)
 
 
 @compiled
@@ -347,7 +349,7 @@ def is_compiled(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
     element, rounding = plan.scheme.element, plan.rounding
     if x.device.type != "cpu" or not x.numel() or element.coding is Coding.TABLE:
         return False
-    is_known = rounding in {Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR}
+    is_supported = rounding in {Rounding.EVEN, Rounding.AWAY, Rounding.FLOOR}
     if rounding is Rounding.HYBRID:  # it reads the bits of float32 or bfloat16
         has_bits = (
             x.dtype.itemsize < WIDE_NBYTES
@@ -356,7 +358,7 @@ def is_compiled(x: torch.Tensor, *, plan: QuantizePlan) -> bool:
         )
         return has_bits and plan.saturate
     # The loops do not support stochastic or hybrid rounding beyond the largest element.
-    return is_known or plan.saturate or not element.has_overflow_code
+    return is_supported or plan.saturate or not element.has_overflow_code
 
 
 _TOP_AND_INFINITY = {
@@ -367,7 +369,7 @@ _TOP_AND_INFINITY = {
 """The mask of the bits other than the sign, and the bits of infinity, by the size of a number in bytes."""
 
 
-def _numbers_of(patterns: NDArray[Any]) -> NDArray[np.float64]:
+def _magnitudes(patterns: NDArray[Any]) -> NDArray[np.float64]:
     """The magnitudes with these bit patterns; 16-bit patterns are bfloat16."""
     if patterns.itemsize == HALF_NBYTES:
         return (patterns.astype(np.int32) << BF16_SHIFT).view(np.float32).astype(np.float64)
@@ -402,29 +404,29 @@ class CompiledGroups(ScaleGroups):
         """The rows of a tensor that has elements and at least one dimension."""
         import torch
 
-        is_known = x.dtype in {torch.bfloat16, torch.float32, torch.float64}
-        groups = ScaleGroups.of((x if is_known else x.to(torch.float32)).contiguous(), plan=plan)
+        is_supported = x.dtype in {torch.bfloat16, torch.float32, torch.float64}
+        groups = ScaleGroups.of((x if is_supported else x.to(torch.float32)).contiguous(), plan=plan)
         outer, along, inner = groups.x_OLI.shape
         scaling, height = plan.scheme.scaling, plan.scheme.block_rows
         num_rows, columns = (outer * along, inner) if inner > 1 else (outer, along)
-        place, run, unit = np.arange(num_rows), columns, 1
+        rows, run, unit = np.arange(num_rows), columns, 1
         if scaling is Scaling.BLOCK and inner > 1:
-            group, run, unit = place // along * groups.num_runs + place % along // groups.length, 1, along
+            group_R, run, unit = rows // along * groups.num_runs + rows % along // groups.length, 1, along
         elif scaling is Scaling.BLOCK:
             unit, run = groups.shape[-2] if height > 1 else 1, groups.length
-            group = place // unit * -(-unit // height) + place % unit // height
+            group_R = rows // unit * -(-unit // height) + rows % unit // height
         elif scaling is Scaling.CHANNEL:
-            group, run = (place % along, columns) if inner > 1 else (0 * place, 1)
+            group_R, run = (rows % along, columns) if inner > 1 else (0 * rows, 1)
         else:
-            group = 0 * place
-        array = array_of(groups.x_OLI)
+            group_R = 0 * rows
+        array = tensor_to_array(groups.x_OLI)
         numbers = array.view(np.uint16) if array.itemsize == HALF_NBYTES else array
         numbers_RC = frozen(numbers, shape=(num_rows, columns))
         return cls(
             **{field.name: getattr(groups, field.name) for field in fields(groups)},
             numbers_RC=numbers_RC,
-            num_groups=int(group.max()) + 1,
-            group_R=group,
+            num_groups=int(group_R.max()) + 1,
+            group_R=group_R,
             run=run,
             unit=unit,
             rounding=_rounding_of(plan, num_bytes=numbers_RC.itemsize),
@@ -440,16 +442,16 @@ class CompiledGroups(ScaleGroups):
         """Whether values beyond the largest element become the largest element."""
         return self.plan.saturate or not self.plan.scheme.element.has_overflow_code
 
-    def _of_groups(self, values: torch.Tensor) -> NDArray[Any]:
+    def _group_matrix(self, values: torch.Tensor) -> NDArray[Any]:
         return values.view(self.num_groups, -1).numpy()
 
-    def _each(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
+    def _map_parts(self, work: Callable[[slice], Result], *, unit: int = 1) -> list[Result]:
         import torch
 
         num_rows, columns = self.numbers_RC.shape
         step = max(1, PIECE_SIZE // (columns * unit)) * unit
         parts = [slice(start, start + step) for start in range(0, num_rows, step)]
-        return each(work, parts, threads=torch.get_num_threads())
+        return map_in_threads(work, parts, threads=torch.get_num_threads())
 
     def _round(
         self, part: slice, results_RC: NDArray[Any], before_GK: NDArray[np.float32], after_GK: NDArray[np.float32]
@@ -472,14 +474,14 @@ class CompiledGroups(ScaleGroups):
         results_RC = (values.view(torch.uint16) if dtype is torch.bfloat16 else values).numpy()
         results_RC = results_RC.reshape(self.numbers_RC.shape)
         before_GK, after_GK = self._factors(before, after)
-        self._each(lambda part: self._round(part, results_RC[part], before_GK, after_GK))
+        self._map_parts(lambda part: self._round(part, results_RC[part], before_GK, after_GK))
         return values
 
     def _factors(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
         import torch
 
-        after_GK = self._of_groups(after.to(torch.float32))
-        return (after_GK if before is None else self._of_groups(before.to(torch.float32))), after_GK
+        after_GK = self._group_matrix(after.to(torch.float32))
+        return (after_GK if before is None else self._group_matrix(before.to(torch.float32))), after_GK
 
     def encoded(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """As in `ScaleGroups`, by compiled loops."""
@@ -503,16 +505,16 @@ class CompiledGroups(ScaleGroups):
         def work(part: slice) -> NDArray[np.int64]:
             elements_RC = np.empty(values_RC[part].shape, dtype=np.float32)
             self._round(part, elements_RC, before_GK, ones_GK)
-            counts, own_RC = np.zeros(len(LOSSES), dtype=np.int64), codes_RC[part] if is_narrow else None
+            counts, part_codes_RC = np.zeros(len(LOSSES), dtype=np.int64), codes_RC[part] if is_narrow else None
             factors = self.group_R[part], before_GK, after_GK, self.run
-            own = self.numbers_RC[part], elements_RC, values_RC[part], own_RC
-            _encode_rows(*own, table, *factors, ends, divides, self.is_pattern, counts)
+            matrices = self.numbers_RC[part], elements_RC, values_RC[part], part_codes_RC
+            _encode_rows(*matrices, table, *factors, ends, divides, self.is_pattern, counts)
             if not is_narrow:
                 has_nan = bool(counts[LOSSES.index("nan")])
                 codes_RC[part] = element_codes(torch.from_numpy(elements_RC), element, has_nan=has_nan).numpy()
             return counts
 
-        return values, codes, np.sum(self._each(work), axis=0).tolist()
+        return values, codes, np.sum(self._map_parts(work), axis=0).tolist()
 
     def _largest(self) -> tuple[torch.Tensor, float]:
         """As in `ScaleGroups`, by compiled loops."""
@@ -522,30 +524,30 @@ class CompiledGroups(ScaleGroups):
         top, infinity = _TOP_AND_INFINITY[self.numbers_RC.itemsize]
         # Blocks with NaN or infinities get a largest magnitude that makes their scale NaN.
         last = top if scheme.scaling is Scaling.BLOCK else infinity - 1
-        found = self._raised((self.num_groups, -(-num_columns // self.run)), self.group_R, self.run, last)
-        of_all = 0.0
+        largest_GK = self._reduce_largest((self.num_groups, -(-num_columns // self.run)), self.group_R, self.run, last)
+        largest_of_all = 0.0
         if scheme.has_tensor_scale:
-            most = found.max(keepdims=True)
-            if most[0, 0] >= infinity:
-                most = self._raised((1, 1), 0 * self.group_R, num_columns, infinity - 1)
-            of_all = float(_numbers_of(most)[0, 0])
-        return torch.from_numpy(_numbers_of(found)).view(self.scale_shape or (1,)), of_all
+            largest = largest_GK.max(keepdims=True)
+            if largest[0, 0] >= infinity:
+                largest = self._reduce_largest((1, 1), 0 * self.group_R, num_columns, infinity - 1)
+            largest_of_all = float(_magnitudes(largest)[0, 0])
+        return torch.from_numpy(_magnitudes(largest_GK)).view(self.scale_shape or (1,)), largest_of_all
 
-    def _raised(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, last: Any) -> NDArray[Any]:
+    def _reduce_largest(self, shape: tuple[int, int], group_R: NDArray[np.int64], run: int, last: Any) -> NDArray[Any]:
         """The patterns of the largest magnitudes up to `last`; parts that share groups are reduced separately first."""
         is_shared = group_R is not self.group_R or self.plan.scheme.scaling is not Scaling.BLOCK
         top = _TOP_AND_INFINITY[self.numbers_RC.itemsize][0]
-        found_GK, patterns_RC = np.zeros(shape, dtype=top.dtype), self.numbers_RC.view(top.dtype)
+        largest_GK, patterns_RC = np.zeros(shape, dtype=top.dtype), self.numbers_RC.view(top.dtype)
 
         def work(part: slice) -> NDArray[Any]:
-            own_GK = np.zeros(shape, dtype=top.dtype) if is_shared else found_GK
-            _find_largest(patterns_RC[part], group_R[part], run, top, last, own_GK)
-            return own_GK
+            part_GK = np.zeros(shape, dtype=top.dtype) if is_shared else largest_GK
+            _find_largest(patterns_RC[part], group_R[part], run, top, last, part_GK)
+            return part_GK
 
-        for own_GK in self._each(work, unit=self.unit):
+        for part_GK in self._map_parts(work, unit=self.unit):
             if is_shared:
-                np.maximum(found_GK, own_GK, out=found_GK)
-        return found_GK
+                np.maximum(largest_GK, part_GK, out=largest_GK)
+        return largest_GK
 
     def _squared_errors(self, scales: GroupScales) -> torch.Tensor:
         """As in `ScaleGroups`, by compiled loops."""
@@ -554,11 +556,11 @@ class CompiledGroups(ScaleGroups):
         values = self.quantized(*factors_of(scales, plan=self.plan), dtype=self.value_dtype)
         results_RC = values.numpy().reshape(self.numbers_RC.shape)
         errors = torch.zeros_like(scales.values)
-        errors_GK = self._of_groups(errors)
+        errors_GK = self._group_matrix(errors)
 
         def work(part: slice) -> None:
-            own = self.numbers_RC[part], results_RC[part], self.group_R[part]
-            _add_squared_errors(*own, self.run, self.is_pattern, errors_GK)
+            matrices = self.numbers_RC[part], results_RC[part], self.group_R[part]
+            _add_squared_errors(*matrices, self.run, self.is_pattern, errors_GK)
 
-        self._each(work, unit=self.unit)
+        self._map_parts(work, unit=self.unit)
         return errors

@@ -44,7 +44,7 @@ def quantized_values(x: torch.Tensor, scheme: str, **options: Unpack[QuantizeOpt
     Raises:
         UsageError: as for `quantize`.
     """
-    return _values_and_factor(x, plan=plan_of(scheme, num_dims=x.ndim, **options), is_apart=False)[0].to(x.dtype)
+    return _values_and_factor(x, plan=plan_of(scheme, num_dims=x.ndim, **options), keeps_factor=False)[0].to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class QuantizedOperand:
 
         return self.values.dtype is torch.bfloat16
 
-    def whole(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """Values times factor in float32, or the values themselves if the factor is the number 1."""
         import torch
 
@@ -108,11 +108,11 @@ def quantized_operand(
         x = rotated(x, axis=1, size=rotation, seed=rotation_seed)
     if scheme is None:
         return QuantizedOperand(values=_narrowed(x), factor=1.0)
-    values, factor = _values_and_factor(x, plan=plan, is_apart=True)
+    values, factor = _values_and_factor(x, plan=plan, keeps_factor=True)
     return QuantizedOperand(values=_narrowed(values), factor=factor)
 
 
-LOOKED_AT = 4096
+NUM_CHECKED_FIRST = 4096
 """Number of elements that are checked first, because float32 numbers usually show among them."""
 
 
@@ -124,7 +124,7 @@ def _narrowed(values: torch.Tensor) -> torch.Tensor:
         return values
     wide = values.to(torch.float32)
     narrow = wide
-    for part in (wide.flatten()[:LOOKED_AT], wide):
+    for part in (wide.flatten()[:NUM_CHECKED_FIRST], wide):
         narrow = part.to(torch.bfloat16)
         back = narrow.to(torch.float32)
         if not (torch.equal(back, part) or bool(((back == part) | part.isnan()).all())):
@@ -133,7 +133,7 @@ def _narrowed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _values_and_factor(
-    x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool
+    x: torch.Tensor, *, plan: QuantizePlan, keeps_factor: bool
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """The values, and the factor that they lack if `is_apart`.
 
@@ -141,29 +141,33 @@ def _values_and_factor(
     """
     import torch
 
-    scaled = ScaledTensor.of(x, plan=plan, is_apart=is_apart)
-    is_wanted = (is_apart or x.dtype is torch.bfloat16) and x.dtype is not torch.float64 and not plan.rotation
-    is_bf16 = is_wanted and isinstance(scaled.groups, CompiledGroups) and _gives_bf16(scaled, is_apart=is_apart)
+    scaled = ScaledTensor.of(x, plan=plan, keeps_factor=keeps_factor)
+    may_be_bf16 = (keeps_factor or x.dtype is torch.bfloat16) and x.dtype is not torch.float64 and not plan.rotation
+    is_bf16 = (
+        may_be_bf16
+        and isinstance(scaled.groups, CompiledGroups)
+        and _is_exact_in_bf16(scaled, keeps_factor=keeps_factor)
+    )
     return scaled.values(torch.bfloat16 if is_bf16 else scaled.groups.value_dtype), scaled.factor
 
 
-def _gives_bf16(scaled: ScaledTensor, *, is_apart: bool) -> bool:
+def _is_exact_in_bf16(scaled: ScaledTensor, *, keeps_factor: bool) -> bool:
     """Whether bfloat16 represents the values exactly for any elements."""
     scheme, scales, narrow = scaled.groups.plan.scheme, scaled.scales, FORMATS["bf16"]
     element = scheme.element
     if element.mantissa_bits > narrow.mantissa_bits or element.exponent_bits > narrow.exponent_bits:
         return False
     if scales is None or scheme.scaling is not Scaling.BLOCK:
-        return scales is None or is_apart
+        return scales is None or keeps_factor
     if scheme.has_power_scales:
-        least = narrow.min_subnormal / element.min_subnormal
-        if scaled.after.amin() >= least:
+        min_scale = narrow.min_subnormal / element.min_subnormal
+        if scaled.after.amin() >= min_scale:
             return True
         # Blocks of zeros have the lowest scale, and no bits to lose.
         has_bits = (scales.largest > 0) & scales.largest.isfinite()
-        return bool((scaled.after >= least).logical_or_(~has_bits).all())
+        return bool((scaled.after >= min_scale).logical_or_(~has_bits).all())
     bits = element.mantissa_bits + 1 + (0 if scheme.scale is None else scheme.scale.mantissa_bits + 1)
-    return (scales.tensor is None or is_apart) and bits <= narrow.mantissa_bits + 1
+    return (scales.tensor is None or keeps_factor) and bits <= narrow.mantissa_bits + 1
 
 
 SMALL = 1 << 22
@@ -230,24 +234,24 @@ def _float32_products(precision: str) -> Iterator[None]:
     with _SETTING:
         backends: list[Any] = [torch.backends.mkldnn, torch.backends.cuda]
         if hasattr(torch.backends.mkldnn, "matmul"):
-            places = [backend.matmul for backend in backends]
-            before = [place.fp32_precision for place in places]
+            backend_settings = [backend.matmul for backend in backends]
+            previous = [settings.fp32_precision for settings in backend_settings]
             try:
-                places[0].fp32_precision = precision
-                places[1].fp32_precision = "ieee"
+                backend_settings[0].fp32_precision = precision
+                backend_settings[1].fp32_precision = "ieee"
                 yield
             finally:
-                for place, setting in zip(places, before, strict=True):
-                    place.fp32_precision = "none"  # the setting for all backends applies
-                    if place.fp32_precision != setting:
-                        place.fp32_precision = setting
+                for settings, setting in zip(backend_settings, previous, strict=True):
+                    settings.fp32_precision = "none"  # the setting for all backends applies
+                    if settings.fp32_precision != setting:
+                        settings.fp32_precision = setting
         else:
-            word = torch.get_float32_matmul_precision()
+            previous_precision = torch.get_float32_matmul_precision()
             try:
                 torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
                 yield
             finally:
-                torch.set_float32_matmul_precision(word)
+                torch.set_float32_matmul_precision(previous_precision)
 
 
 def quantized_operands(
@@ -263,10 +267,10 @@ def quantized_operands(
         UsageError: an operand is not a matrix of real floating-point numbers.
     """
     first, second = product.operands
-    return one_operand(product, first, a_AS, seed=seed), one_operand(product, second, b_BS, seed=seed)
+    return named_operand(product, first, a_AS, seed=seed), named_operand(product, second, b_BS, seed=seed)
 
 
-def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: int) -> QuantizedOperand:
+def named_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: int) -> QuantizedOperand:
     """The operand with this name of `quantized_operands`."""
     operand = product.operands[name]
     options: dict[str, Any] = operand.options
@@ -274,14 +278,14 @@ def one_operand(product: ProductRecipe, name: str, x_RS: torch.Tensor, *, seed: 
         options["seed"] = len(OPERANDS) * seed + OPERANDS.index(name)
     if product.rotation:
         options |= {"rotation": product.rotation, "rotation_seed": product.rotation_seed}
-        x_RS = _with_whole_runs(x_RS, product.rotation)
+        x_RS = _padded_to_runs(x_RS, product.rotation)
     if operand.prescale == 1:
         return quantized_operand(x_RS, operand.scheme, **options)
-    found = quantized_operand(x_RS.float() * operand.prescale, operand.scheme, **options)
-    return replace(found, factor=found.factor / operand.prescale)
+    quantized = quantized_operand(x_RS.float() * operand.prescale, operand.scheme, **options)
+    return replace(quantized, factor=quantized.factor / operand.prescale)
 
 
-def _with_whole_runs(x_RS: torch.Tensor, size: int) -> torch.Tensor:
+def _padded_to_runs(x_RS: torch.Tensor, size: int) -> torch.Tensor:
     missing = -x_RS.shape[-1] % size if x_RS.ndim else 0
     if not missing:
         return x_RS

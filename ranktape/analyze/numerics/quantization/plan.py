@@ -127,8 +127,8 @@ def plan_of(
     Raises:
         UsageError: an option is unknown, out of range, or has no effect on this scheme.
     """
-    for option, given in (("scale_format", scale_format), ("scale_rule", scale_rule)):
-        _check_word(given, name=option)
+    for option, value in (("scale_format", scale_format), ("scale_rule", scale_rule)):
+        _check_string(value, name=option)
     scheme = _with_scale(_scheme(name, scaling=scaling, block_size=block_size), scale_format=scale_format)
     element = scheme.element
     check_values(element)
@@ -148,7 +148,7 @@ def plan_of(
     )
 
 
-_kept_plan = functools.lru_cache(maxsize=512, typed=True)(plan_of)
+_cached_plan = functools.lru_cache(maxsize=512, typed=True)(plan_of)
 
 
 def recipe_plan(name: str, **options: Any) -> QuantizePlan:
@@ -158,20 +158,20 @@ def recipe_plan(name: str, **options: Any) -> QuantizePlan:
         UsageError: as for `plan_of`.
     """
     try:
-        return _kept_plan(name, **options)
+        return _cached_plan(name, **options)
     except TypeError:  # an unhashable value, which `plan_of` refuses
         return plan_of(name, **options)
 
 
 def _scheme(name: str, *, scaling: str | None, block_size: int | tuple[int, int] | None) -> Scheme:
     named = parse_scheme(name, with_tables=True)
-    wanted = _scaling(scaling, named=named)
-    if block_size is None and wanted is named.scaling:
+    chosen = _scaling(scaling, named=named)
+    if block_size is None and chosen is named.scaling:
         return named
-    if wanted is not Scaling.BLOCK:
+    if chosen is not Scaling.BLOCK:
         if block_size is not None:
-            raise UsageError(f"block_size is {block_size}, and scaling {wanted} has no blocks: leave it out")
-        return dataclasses.replace(named, scaling=wanted)
+            raise UsageError(f"block_size is {block_size}, and scaling {chosen} has no blocks: leave it out")
+        return dataclasses.replace(named, scaling=chosen)
     if not isinstance(block_size, tuple):
         size = MX_BLOCK_SIZE if block_size is None else _integer(block_size, name="block_size")
         sizes = (1, size)
@@ -188,14 +188,14 @@ def _scaling(scaling: str | None, *, named: Scheme) -> Scaling:
     if scaling is None:
         return named.scaling
     try:
-        wanted = Scaling(scaling)
+        chosen = Scaling(scaling)
     except ValueError as error:
         raise UsageError(f"scaling {scaling!r} is not known: use one of {', '.join(Scaling)}") from error
-    if named.scaling is Scaling.BLOCK and wanted is not Scaling.BLOCK:
+    if named.scaling is Scaling.BLOCK and chosen is not Scaling.BLOCK:
         element = "fp4_e2m1" if named.has_tensor_scale else named.element.name
-        way_out = f"name its element format {element} instead" if element in FORMATS else "leave it out"
-        raise UsageError(f"{named.name} has blocks, and scaling is {wanted}: {way_out}")
-    return wanted
+        hint = f"name its element format {element} instead" if element in FORMATS else "leave it out"
+        raise UsageError(f"{named.name} has blocks, so scaling cannot be {chosen}: {hint}")
+    return chosen
 
 
 def _with_scale(scheme: Scheme, *, scale_format: str | None) -> Scheme:
@@ -203,30 +203,30 @@ def _with_scale(scheme: Scheme, *, scale_format: str | None) -> Scheme:
         return scheme
     if scheme.scaling is not Scaling.BLOCK:
         raise UsageError(f"scale_format is {scale_format!r}, and {scheme.name} has no blocks: give scaling='block'")
-    wanted = parse_format(scale_format)
-    if wanted.name not in SCALE_FORMATS:
-        raise UsageError(f"scale_format {scale_format!r} holds no scales: use one of {', '.join(SCALE_FORMATS)}")
-    if wanted is scheme.scale:
+    scale = parse_format(scale_format)
+    if scale.name not in SCALE_FORMATS:
+        raise UsageError(f"scale_format {scale_format!r} is no format of scales: use one of {', '.join(SCALE_FORMATS)}")
+    if scale is scheme.scale:
         return scheme
     if scheme.has_tensor_scale:
         raise UsageError(
-            f"scale_format is {scale_format!r}, and {scheme.name} has scales of its own: leave it out, or name "
+            f"scale_format is {scale_format!r}, and {scheme.name} has its own scales: leave it out, or name "
             "fp4_e2m1 with scaling='block'"
         )
-    return dataclasses.replace(scheme, scale=wanted, name=scheme.element.name)
+    return dataclasses.replace(scheme, scale=scale, name=scheme.element.name)
 
 
 def _axis(axis: int, *, num_dims: int, scheme: Scheme) -> int:
     """The axis, not negative; a tensor without dimensions is a row of one element."""
-    wanted, end = _integer(axis, name="axis"), max(num_dims, 1)
-    if not -end <= wanted < end:
-        raise UsageError(f"axis is {wanted}: the tensor has {num_dims} dimensions, so it is {-end} to {end - 1}")
-    if scheme.block_rows > 1 and (num_dims < 2 or wanted % end != end - 1):  # noqa: PLR2004
+    index, end = _integer(axis, name="axis"), max(num_dims, 1)
+    if not -end <= index < end:
+        raise UsageError(f"axis is {index}: the tensor has {num_dims} dimensions, so it is {-end} to {end - 1}")
+    if scheme.block_rows > 1 and (num_dims < 2 or index % end != end - 1):  # noqa: PLR2004
         raise UsageError(
             f"tiles of {scheme.block_rows} x {scheme.block_size} lie in the last two dimensions, and the tensor has "
-            f"{num_dims}, the axis is {wanted}: give a matrix and leave the axis out"
+            f"{num_dims}, the axis is {index}: give a matrix and leave the axis out"
         )
-    return wanted % end
+    return index % end
 
 
 def _scale_rule(rule: str | None, *, scheme: Scheme) -> ScaleRule | None:
@@ -234,7 +234,7 @@ def _scale_rule(rule: str | None, *, scheme: Scheme) -> ScaleRule | None:
     if rule is None or (rule == EXACT and has_exact):
         return ScaleRule.FLOOR if scheme.has_power_scales else None
     if scheme.scaling is Scaling.NONE or scheme.has_tensor_scale:
-        why = "has a rule of its own" if scheme.has_tensor_scale else "has no scales"
+        why = "has its own rule" if scheme.has_tensor_scale else "has no scales"
         raise UsageError(f"scale_rule is {rule!r}, and {scheme.name} {why}: leave it out, or choose another `scaling`")
     if scheme.scaling is Scaling.BLOCK and has_exact:
         scale = "" if scheme.scale is None else scheme.scale.name
@@ -248,35 +248,35 @@ def _scale_rule(rule: str | None, *, scheme: Scheme) -> ScaleRule | None:
 
 
 def _scale_offset(offset: int, *, scheme: Scheme) -> int:
-    wanted = _integer(offset, name="scale_offset")
-    if abs(wanted) > MAX_SCALE_OFFSET:
-        raise UsageError(f"scale_offset is {wanted}: it is {-MAX_SCALE_OFFSET} to {MAX_SCALE_OFFSET}")
-    if wanted and scheme.scaling is Scaling.NONE:
-        raise UsageError(f"scale_offset is {wanted}, and {scheme.name} has no scales: choose a `scaling` or leave it 0")
-    return wanted
+    value = _integer(offset, name="scale_offset")
+    if abs(value) > MAX_SCALE_OFFSET:
+        raise UsageError(f"scale_offset is {value}: it is {-MAX_SCALE_OFFSET} to {MAX_SCALE_OFFSET}")
+    if value and scheme.scaling is Scaling.NONE:
+        raise UsageError(f"scale_offset is {value}, and {scheme.name} has no scales: choose a `scaling` or leave it 0")
+    return value
 
 
 def _scale_bits(scale_bits: int, *, scheme: Scheme) -> int:
-    wanted = _integer(scale_bits, name="scale_bits")
-    if not MIN_SCALE_BITS <= wanted <= MAX_SCALE_BITS:
-        raise UsageError(f"scale_bits is {wanted}: exponents of scales have {MIN_SCALE_BITS} to {MAX_SCALE_BITS} bits")
+    bits = _integer(scale_bits, name="scale_bits")
+    if not MIN_SCALE_BITS <= bits <= MAX_SCALE_BITS:
+        raise UsageError(f"scale_bits is {bits}: exponents of scales have {MIN_SCALE_BITS} to {MAX_SCALE_BITS} bits")
     has_powers = scheme.scaling in {Scaling.TENSOR, Scaling.CHANNEL} or scheme.has_power_scales
-    if wanted != MAX_SCALE_BITS and not has_powers:
-        raise UsageError(f"scale_bits is {wanted}, and {scheme.name} has no scales that are such powers: leave it out")
-    return wanted
+    if bits != MAX_SCALE_BITS and not has_powers:
+        raise UsageError(f"scale_bits is {bits}, and {scheme.name} has no scales that are such powers: leave it out")
+    return bits
 
 
-def _four_over_six(is_wanted: Any, *, scheme: Scheme) -> bool:
-    if not isinstance(is_wanted, bool):
-        raise UsageError(f"four_over_six is {is_wanted!r:.60}: it is True or False")
+def _four_over_six(is_enabled: Any, *, scheme: Scheme) -> bool:
+    if not isinstance(is_enabled, bool):
+        raise UsageError(f"four_over_six is {is_enabled!r:.60}: it is True or False")
     floats, element = FORMATS["fp4_e2m1"], scheme.element
     is_float4 = (element.num_bits, element.maximum) == (floats.num_bits, floats.maximum)
-    if is_wanted and not (is_float4 and scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales):
+    if is_enabled and not (is_float4 and scheme.scaling is Scaling.BLOCK and not scheme.has_power_scales):
         raise UsageError(
             f"four_over_six chooses between two scales of 4-bit floats in blocks, not powers of two, and {scheme.name} "
             "has none: name nvfp4, or fp4_e2m1 with scaling='block' and a scale_format other than e8m0"
         )
-    return is_wanted
+    return is_enabled
 
 
 def check_rotation_options(rotation: int, *, seed: int | None) -> int:
@@ -295,9 +295,9 @@ def check_rotation_options(rotation: int, *, seed: int | None) -> int:
     return size
 
 
-def _check_word(given: Any, *, name: str) -> None:
-    if given is not None and not isinstance(given, str):
-        raise UsageError(f"{name} is {given!r:.60}: give a word")
+def _check_string(value: Any, *, name: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{name} is {value!r:.60}: give a string")
 
 
 def _integer(number: int, *, name: str) -> int:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from ranktape.analyze.numerics.quantization.quantized_product import (
     Draws,
     LinearOperands,
-    as_written,
     fake_quantized,
     linear_operands,
     linear_product,
+    not_compiled,
 )
 from ranktape.analyze.numerics.recipes.plan_file import HIGH_PRECISION, PrecisionPlan, read_plan
 from ranktape.analyze.numerics.recipes.recipe import Recipe
-from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipe
+from ranktape.analyze.numerics.recipes.words import RecipeSource, parse_recipe
 from ranktape.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def become_quantized(linear: nn.Module, *, recipe: Recipe, stream: int = 0) -> N
 
 
 # Not compiled, because every layer has its own recipe and draws, and would cause a recompilation.
-@as_written
+@not_compiled
 def _quantize(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +101,7 @@ def _quantize(
 def quantize_model(
     model: nn.Module,
     *,
-    recipe: RecipeWord | None = None,
+    recipe: RecipeSource | None = None,
     plan: str | os.PathLike[str] | PrecisionPlan | None = None,
 ) -> None:
     """`fake_quantize` of a model.
@@ -112,23 +112,23 @@ def quantize_model(
     modules = dict(model.named_modules(remove_duplicate=False))
     linears = {name: module for name, module in modules.items() if is_plain_linear(module)}
     if not linears or "" in linears:
-        what = "is a linear layer itself: put it into nn.Sequential" if linears else "has no nn.Linear"
-        raise UsageError(f"the {type(model).__name__} {what}, and layers inside of a model are quantised")
+        problem = "is a linear layer itself: put it into nn.Sequential" if linears else "has no nn.Linear"
+        raise UsageError(f"the {type(model).__name__} {problem}, and layers inside of a model are quantised")
     if (recipe is None) == (plan is None):
         raise UsageError("a model is quantised by a recipe or by a plan: give recipe='mxfp8', or plan='plan.yaml'")
     if plan is not None:
         read = plan if isinstance(plan, PrecisionPlan) else read_plan(Path(plan))
-        others = {name: type(module).__name__ for name, module in modules.items() if name not in linears}
-        recipes = read.recipes_of(linears, others=others)
-        if inside := read.inside_attention(others):
-            warnings.warn(inside_words(inside), stacklevel=3)
+        other_classes = {name: type(module).__name__ for name, module in modules.items() if name not in linears}
+        recipes = read.recipes_of(linears, others=other_classes)
+        if inside := read.inside_attention(other_classes):
+            warnings.warn(attention_warning(inside), stacklevel=3)
     else:
         assert recipe is not None
-        recipes = recipes_of_layers(parse_recipe(recipe), linears)
+        recipes = layer_recipes(parse_recipe(recipe), linears)
     quantize_layers(linears, recipes)
 
 
-def inside_words(modules: Sequence[str]) -> str:
+def attention_warning(modules: Sequence[str]) -> str:
     """The warning that projections of `nn.MultiheadAttention` with a recipe in the plan are not quantised."""
     more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
     return (
@@ -152,15 +152,16 @@ def quantize_layers(
     return list(done)
 
 
-def recipes_of_layers(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: bool = True) -> dict[str, Recipe]:
+def layer_recipes(recipe: Recipe, modules: Iterable[str], *, keeps_bf16: bool = True) -> dict[str, Recipe]:
     """The recipe of each module of a model, without the modules that it leaves in bf16.
 
     If `keeps_bf16` is False, these modules are included, with a recipe that rounds to bf16.
     """
     numbers = {name: _layer_idx(name) for name in modules}
     count = 1 + max(numbers.values())
-    own = {name: recipe.of_layer(name, layer_idx=idx, num_layers=count) for name, idx in numbers.items()}
-    return {name: one for name, one in own.items() if not (keeps_bf16 and one.products == HIGH_PRECISION.products)}
+    by_module = {name: recipe.of_layer(name, layer_idx=idx, num_layers=count) for name, idx in numbers.items()}
+    wide = HIGH_PRECISION.products
+    return {name: chosen for name, chosen in by_module.items() if not (keeps_bf16 and chosen.products == wide)}
 
 
 def _layer_idx(name: str) -> int:
@@ -169,7 +170,7 @@ def _layer_idx(name: str) -> int:
 
 
 @overload
-def fake_quantize(x: Model, *, recipe: RecipeWord) -> Model: ...
+def fake_quantize(x: Model, *, recipe: RecipeSource) -> Model: ...
 @overload
 def fake_quantize(x: Model, *, plan: str | os.PathLike[str] | PrecisionPlan) -> Model: ...
 @overload

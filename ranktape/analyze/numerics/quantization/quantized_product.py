@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ranktape.analyze.numerics.attention import ATTENTION_OPERANDS, quantised_one
+from ranktape.analyze.numerics.attention import ATTENTION_OPERANDS, quantised_operand
 from ranktape.analyze.numerics.quantization.operand import QuantizedOperand, quantized_operands, quantized_values
 from ranktape.analyze.numerics.quantization.plan import QuantizeOptions
 from ranktape.analyze.numerics.quantization.schemes import parse_scheme
@@ -28,7 +28,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-def as_written(function: Callable[Params, Result]) -> Callable[Params, Result]:
+def not_compiled(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Exclude a function from `torch.compile`, because the loops that quantise are already compiled."""
     return cast("Callable[Params, Result]", torch.compiler.disable(function))
 
@@ -53,11 +53,11 @@ class Draws:
         self._counts[product] += 1
         is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if is_parallel else 0
-        place = (recipe.seed, rank, self._stream, list(PRODUCTS).index(product), self._counts[product])
-        return int(np.random.SeedSequence(place).generate_state(1)[0])
+        entropy = (recipe.seed, rank, self._stream, list(PRODUCTS).index(product), self._counts[product])
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-_OF_PROCESS = Draws()
+_PROCESS_DRAWS = Draws()
 """The draws of callers that pass none."""
 
 
@@ -90,11 +90,11 @@ def quantized_linear(
     Raises:
         UsageError: the operands are not real floating-point numbers, or a tile or rotation does not fit them.
     """
-    draws = draws or _OF_PROCESS
+    draws = draws or _PROCESS_DRAWS
     return linear_product(linear_operands(x, weight, recipe=recipe, draws=draws), bias, recipe=recipe, draws=draws)
 
 
-@as_written
+@not_compiled
 def linear_operands(x: Tensor, weight: Tensor, *, recipe: Recipe, draws: Draws) -> LinearOperands:
     """The operands of a linear layer, quantised for its forward product.
 
@@ -118,7 +118,7 @@ def as_computed(*operands: Tensor) -> tuple[Tensor, ...]:
     return tuple(operand.to(torch.get_autocast_dtype(kind)) for operand in operands)
 
 
-@as_written
+@not_compiled
 def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, recipe: Recipe, draws: Draws) -> Tensor:
     """`x @ weight.T + bias` of quantised operands; the backward pass quantises the operands of its two products.
 
@@ -128,7 +128,7 @@ def linear_product(operands: LinearOperands, bias: Tensor | None = None, *, reci
     return product
 
 
-@as_written
+@not_compiled
 def fake_quantized(
     x: Tensor,
     *,
@@ -167,15 +167,15 @@ def straight_through(x: Tensor, values: Tensor, on_gradient: Callable[[Tensor], 
 
 def _narrow(product: str, a_RS: Tensor, b_CS: Tensor, *, recipe: Recipe, draws: Draws) -> tuple[Tensor, Tensor]:
     """Both operands, quantised for a product over their last dimension, in their own types."""
-    how = recipe.products[product]
-    if not how.rotation and all(operand.scheme is None for operand in how.operands.values()):
+    product_recipe = recipe.products[product]
+    if not product_recipe.rotation and all(operand.scheme is None for operand in product_recipe.operands.values()):
         return a_RS, b_CS
-    one, other = quantized_operands(how, a_RS, b_CS, seed=draws.next_seed(recipe, product=product))
-    return _in_type(one, a_RS.dtype), _in_type(other, b_CS.dtype)
+    first, second = quantized_operands(product_recipe, a_RS, b_CS, seed=draws.next_seed(recipe, product=product))
+    return _in_type(first, a_RS.dtype), _in_type(second, b_CS.dtype)
 
 
 def _in_type(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
-    return operand.whole().to(dtype)
+    return operand.dequantized().to(dtype)
 
 
 def _filled(grad: Tensor, num_zeros: int) -> Tensor:
@@ -192,7 +192,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @as_written
+    @not_compiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0]
         if grad.shape != ctx.shape:
@@ -220,18 +220,18 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @as_written
+    @not_compiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
-        how = {"recipe": ctx.recipe, "draws": ctx.draws}
+        options = {"recipe": ctx.recipe, "draws": ctx.draws}
         grad_TO, x_TI = grads[0].reshape(-1, weight_OI.shape[0]), x.reshape(-1, weight_OI.shape[1])
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                narrow_TO, narrow_IO = _narrow("grad_input", grad_TO, weight_OI.T, **how)
+                narrow_TO, narrow_IO = _narrow("grad_input", grad_TO, weight_OI.T, **options)
                 grad_x = _filled((narrow_TO @ narrow_IO.T).view(x.shape), ctx.num_filled)
             if ctx.needs_input_grad[1]:
-                narrow_OT, narrow_IT = _narrow("grad_weight", grad_TO.T, x_TI.T, **how)
+                narrow_OT, narrow_IT = _narrow("grad_weight", grad_TO.T, x_TI.T, **options)
                 grad_weight = _filled(narrow_OT @ narrow_IT.T, ctx.num_filled)
             if ctx.needs_input_grad[4]:
                 grad_bias = grad_TO.sum(0).to(ctx.bias_dtype)
@@ -242,7 +242,7 @@ _ATTENTION_PRODUCTS = dict(zip(ATTENTION_OPERANDS, ("output", "output", "output"
 """The linear product whose recipe and draws each operand of attention uses."""
 
 
-@as_written
+@not_compiled
 def quantized_attention(
     function: Callable[[Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
@@ -264,7 +264,7 @@ def quantized_attention(
     Raises:
         UsageError: an operand is sharded (DTensor), or is not of real floating-point numbers.
     """
-    if any(hasattr(one, "device_mesh") for one in (query, key, value)):
+    if any(hasattr(operand, "device_mesh") for operand in (query, key, value)):
         raise UsageError(
             "the operands of attention are sharded by tensor parallelism (DTensor), and are not quantised: train "
             "without tensor parallelism, or without --quant-attention"
@@ -272,12 +272,13 @@ def quantized_attention(
 
     def narrow(name: str, wide: Tensor) -> Tensor:
         seed = len(ATTENTION_OPERANDS) * draws.next_seed(recipe, product=_ATTENTION_PRODUCTS[name])
-        return quantised_one(name, wide.detach(), recipe, seed=seed + ATTENTION_OPERANDS.index(name))
+        return quantised_operand(name, wide.detach(), recipe, seed=seed + ATTENTION_OPERANDS.index(name))
 
     def on_gradient(grad: Tensor) -> Tensor:
         return narrow("grad_output", grad)
 
     wide = as_computed(query, key, value)
-    operands = [straight_through(one, narrow(name, one)) for name, one in zip(ATTENTION_OPERANDS, wide, strict=False)]
+    named = zip(ATTENTION_OPERANDS, wide, strict=False)
+    operands = [straight_through(operand, narrow(name, operand)) for name, operand in named]
     output = function(operands[0], operands[1], operands[2])
     return straight_through(output, output.detach(), on_gradient)

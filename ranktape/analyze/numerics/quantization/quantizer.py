@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ranktape.analyze.numerics.formats import Rounding, uniforms
 from ranktape.analyze.numerics.formats.values import HYBRID_BITS
-from ranktape.analyze.numerics.pieces import check_readable, tensor_of, tensor_or_array
+from ranktape.analyze.numerics.pieces import array_to_tensor, check_readable, tensor_or_array
 from ranktape.analyze.numerics.quantization.encoded import (
     LOSSES,
     Losses,
@@ -76,9 +76,9 @@ def quantize(
         QuantizationWarning: more than 0.1 % of the elements are nonzero and below the smallest normal value of the
             format, and `warn` is True. The result is the same.
     """
-    given = tensor_or_array(x)
-    plan = plan_of(scheme, num_dims=given.ndim, **options)
-    quantized = quantize_planned(given, plan=plan)
+    tensor = tensor_or_array(x)
+    plan = plan_of(scheme, num_dims=tensor.ndim, **options)
+    quantized = quantize_planned(tensor, plan=plan)
     losses = quantized.losses
     if warn and losses.level is not LossSeverity.NONE:
         warnings.warn(f"{plan.scheme.name}: {losses}", QuantizationWarning, stacklevel=2)
@@ -93,14 +93,14 @@ def quantize_planned(x: AnyArray | torch.Tensor, *, plan: QuantizePlan) -> Quant
     """
     if isinstance(x, np.ndarray):
         _check_floats(x.dtype.name, plan=plan)
-        return quantize_planned(tensor_of(x), plan=plan).as_arrays()
+        return quantize_planned(array_to_tensor(x), plan=plan).as_arrays()
     scaled = ScaledTensor.of(x, plan=plan)
     values, codes, counts = scaled.groups.encoded(scaled.before, scaled.after)
     scales = scaled.scales
     scale_shape = scaled.groups.scale_shape if x.ndim else ()
     return Quantized(
         scheme=plan.scheme,
-        values=scaled.turned_back(values),
+        values=scaled.rotated_back(values),
         scales=None if scales is None else stored_scales(scales, plan=plan).reshape(scale_shape),
         scale_values=None if scales is None else scales.values.reshape(scale_shape),
         tensor_scale=None if scales is None or scales.tensor is None else scales.tensor.scale,
@@ -117,9 +117,9 @@ def _check_floats(dtype: str, *, plan: QuantizePlan) -> None:
             f"elements of {dtype} cannot be quantised: convert them to real floating-point numbers, of {allowed}"
         )
     if plan.rounding is Rounding.HYBRID and plan.scheme.scaling is Scaling.NONE and dtype not in HYBRID_BITS:
-        known = ", ".join(HYBRID_BITS)
+        allowed = ", ".join(HYBRID_BITS)
         raise UsageError(
-            f"hybrid rounding looks at the bits of the type that values come in: give {known}, not {dtype}"
+            f"hybrid rounding looks at the bits of the type that values come in: give {allowed}, not {dtype}"
         )
 
 
@@ -141,7 +141,7 @@ class ScaledTensor:
     """The scale that is left out of `after`: a number, 1 if none is left out, or a float32 for each channel."""
 
     @classmethod
-    def of(cls, x: torch.Tensor, *, plan: QuantizePlan, is_apart: bool = False) -> ScaledTensor:
+    def of(cls, x: torch.Tensor, *, plan: QuantizePlan, keeps_factor: bool = False) -> ScaledTensor:
         """Compute the scales of a tensor; if `is_apart`, `factor` is the scale of the tensor or of the channels.
 
         Raises:
@@ -151,17 +151,17 @@ class ScaledTensor:
 
         _check_floats(str(x.dtype).removeprefix("torch."), plan=plan)
         check_readable(x)
-        given = x.detach().resolve_neg().reshape(tuple(x.shape) or (1,))
+        tensor = x.detach().resolve_neg().reshape(tuple(x.shape) or (1,))
         if plan.rotation:
-            given = rotated(given, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
-        groups = (CompiledGroups if is_compiled(given, plan=plan) else ScaleGroups).of(given, plan=plan)
+            tensor = rotated(tensor, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed)
+        groups = (CompiledGroups if is_compiled(tensor, plan=plan) else ScaleGroups).of(tensor, plan=plan)
         scales, factor = groups.scales(), 1.0
         before, after = None, torch.ones(1, dtype=torch.float64, device=x.device)
         if scales is not None:
             before, after = factors_of(scales, plan=plan)
-            if is_apart and plan.scheme.scaling is Scaling.BLOCK:
+            if keeps_factor and plan.scheme.scaling is Scaling.BLOCK:
                 after, factor = scales.values, 1.0 if scales.tensor is None else scales.tensor.scale
-            elif is_apart:
+            elif keeps_factor:
                 is_channel = plan.scheme.scaling is Scaling.CHANNEL
                 after = torch.ones_like(scales.values)
                 factor = scales.values.to(torch.float32) if is_channel else float(scales.values)
@@ -171,14 +171,14 @@ class ScaledTensor:
         """The values; as `dtype` if compiled loops support the tensor and values saturate."""
         groups = self.groups
         if isinstance(groups, CompiledGroups) and groups.saturates:
-            return self.turned_back(groups.quantized(self.before, self.after, dtype=dtype))
-        return self.turned_back(groups.encoded(self.before, self.after)[0])
+            return self.rotated_back(groups.quantized(self.before, self.after, dtype=dtype))
+        return self.rotated_back(groups.encoded(self.before, self.after)[0])
 
-    def turned_back(self, values: torch.Tensor) -> torch.Tensor:
+    def rotated_back(self, values: torch.Tensor) -> torch.Tensor:
         """Rotate values back if the plan has a rotation, and give them the shape of the tensor."""
         plan = self.groups.plan
         if plan.rotation:
-            values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_back=True)
+            values = rotated(values, axis=plan.axis, size=plan.rotation, seed=plan.rotation_seed, is_inverse=True)
         return values.reshape(self.shape)
 
 
@@ -199,10 +199,12 @@ def rotation_signs(size: int, *, seed: int | None) -> NDArray[np.float64]:
     return np.where(uniforms(seed, start=0, size=size) < HALF, -1.0, 1.0)
 
 
-def rotation_factors(size: int, *, seed: int | None, is_back: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def rotation_factors(
+    size: int, *, seed: int | None, is_inverse: bool
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The factors of the elements of a run before and after the sums."""
     signs_N, scales_N = rotation_signs(size, seed=seed), np.full(size, 1 / math.sqrt(size))
-    return (np.ones(size), scales_N * signs_N) if is_back else (signs_N, scales_N)
+    return (np.ones(size), scales_N * signs_N) if is_inverse else (signs_N, scales_N)
 
 
 def check_rotation(length: int, *, size: int) -> None:
@@ -218,7 +220,7 @@ def check_rotation(length: int, *, size: int) -> None:
         )
 
 
-def rotated(x: torch.Tensor, *, axis: int, size: int, seed: int | None, is_back: bool = False) -> torch.Tensor:
+def rotated(x: torch.Tensor, *, axis: int, size: int, seed: int | None, is_inverse: bool = False) -> torch.Tensor:
     """Multiply each run of `size` neighbours along the axis by signs and a normalised Hadamard matrix, or undo it.
 
     The matrix is in Sylvester's order: element i of a run becomes the sum over j of (-1)**(number of bits that i and j
@@ -237,16 +239,16 @@ def rotated(x: torch.Tensor, *, axis: int, size: int, seed: int | None, is_back:
     groups_GNI = x.detach().reshape(math.prod(shape[:axis]) * (shape[axis] // size), size, math.prod(shape[axis + 1 :]))
     before, after = (
         torch.asarray(factors, dtype=dtype, device=x.device).view(1, size, 1)
-        for factors in rotation_factors(size, seed=seed, is_back=is_back)
+        for factors in rotation_factors(size, seed=seed, is_inverse=is_inverse)
     )
-    found = torch.empty(groups_GNI.shape, dtype=dtype, device=x.device)
+    rotated_GNI = torch.empty(groups_GNI.shape, dtype=dtype, device=x.device)
     piece = max(1, (ROTATED if x.device.type == "cpu" else DEVICE_ROTATED) // max(1, size * groups_GNI.shape[2]))
     for start in range(0, len(groups_GNI), piece):
-        own = groups_GNI[start : start + piece].to(dtype) * before
+        block = groups_GNI[start : start + piece].to(dtype) * before
         span = 1
         while span < size:
-            one, other = own.view(-1, size // (2 * span), 2, span, own.shape[2]).unbind(2)
-            own, span = torch.stack((one + other, one - other), dim=2), 2 * span
-            own = own.view(-1, size, groups_GNI.shape[2])
-        torch.mul(own, after, out=found[start : start + piece])
-    return found.view(shape)
+            first, second = block.view(-1, size // (2 * span), 2, span, block.shape[2]).unbind(2)
+            block, span = torch.stack((first + second, first - second), dim=2), 2 * span
+            block = block.view(-1, size, groups_GNI.shape[2])
+        torch.mul(block, after, out=rotated_GNI[start : start + piece])
+    return rotated_GNI.view(shape)

@@ -122,7 +122,7 @@ def _shifted(number: float, offset: int) -> float:
     return number * 2.0 ** min(max(offset, -_FURTHEST_OFFSET), _FURTHEST_OFFSET)
 
 
-def _number(number: float, like: Any) -> Any:
+def _scalar_like(number: float, like: Any) -> Any:
     """A number in the type and on the device of `like`; a GPU multiplies by the reciprocal of a Python divisor."""
     return namespace(like).asarray(number, dtype=like.dtype, device=like.device)
 
@@ -165,25 +165,25 @@ def block_scales(largest: Any, tensor: TensorScale, *, stretch: float = 1.0) -> 
     xp = namespace(largest)
     narrow = at_most(xp.asarray(largest, dtype=xp.float32), MAX_FLOAT32)
     if tensor.recipe is ScaleRecipe.TRANSFORMER_ENGINE:
-        wanted = narrow * tensor.to_code * stretch
+        scaled = narrow * tensor.to_code * stretch
     elif tensor.recipe is ScaleRecipe.MODELOPT:
-        wanted = narrow / _number(tensor.to_code, narrow) * stretch
-        wanted = xp.where(wanted > 0, xp.clip(wanted, _MODELOPT_MIN_CODE, None), 1.0)
+        scaled = narrow / _scalar_like(tensor.to_code, narrow) * stretch
+        scaled = xp.where(scaled > 0, xp.clip(scaled, _MODELOPT_MIN_CODE, None), 1.0)
     else:
-        wanted = narrow / _number(_ELEMENT_MAXIMUM, narrow) / _number(tensor.to_code, narrow)
-        wanted = at_least(wanted * stretch, _TORCHAO_MIN_CODE)
+        scaled = narrow / _scalar_like(_ELEMENT_MAXIMUM, narrow) / _scalar_like(tensor.to_code, narrow)
+        scaled = at_least(scaled * stretch, _TORCHAO_MIN_CODE)
     stored = FORMATS["fp8_e4m3"]
-    return round_magnitudes(at_most(wanted, stored.maximum), element=stored, rounding=Rounding.EVEN)
+    return round_magnitudes(at_most(scaled, stored.maximum), element=stored, rounding=Rounding.EVEN)
 
 
 def exact_scales(largest: Any, *, plan: QuantizePlan, stretch: float = 1.0) -> Any:
     """The scales that map these largest finite magnitudes to the target over `stretch`; 1 if a magnitude is 0."""
     xp, stored = namespace(largest), plan.scheme.scale or FORMATS["fp32"]
-    nearest = xp.asarray(largest * stretch / _number(exact_target(plan.scheme.element), largest), dtype=xp.float32)
+    nearest = xp.asarray(largest * stretch / _scalar_like(exact_target(plan.scheme.element), largest), dtype=xp.float32)
     shifted = xp.asarray(_shifted(xp.asarray(nearest, dtype=xp.float64), plan.scale_offset), dtype=xp.float32)
     bounded = at_most(xp.asarray(shifted, dtype=xp.float64), stored.maximum)
-    found = at_least(round_magnitudes(bounded, element=stored, rounding=Rounding.EVEN), stored.min_subnormal)
-    return xp.where(largest == 0, 1.0, found)
+    rounded = at_least(round_magnitudes(bounded, element=stored, rounding=Rounding.EVEN), stored.min_subnormal)
+    return xp.where(largest == 0, 1.0, rounded)
 
 
 def stored_scales(scales: GroupScales, *, plan: QuantizePlan) -> Any:
@@ -227,7 +227,7 @@ def factors_of(scales: GroupScales, *, plan: QuantizePlan) -> tuple[Any, Any]:
         before = xp.where(narrow == 0, 0.0, xp.clip(1.0 / after, None, MAX_FLOAT32))
     else:
         # Not a Python number: torch would then multiply by the reciprocal.
-        inverse = _number(_nearest_float32(1.0 / tensor.scale), narrow)
+        inverse = _scalar_like(_nearest_float32(1.0 / tensor.scale), narrow)
         before = at_most(inverse / narrow, MAX_FLOAT32)
     return before, after
 
@@ -287,10 +287,10 @@ class ScaleGroups:
         axis, scheme = self.plan.axis, self.plan.scheme
         if scheme.scaling is not Scaling.BLOCK:
             return (self.shape[axis],) if scheme.scaling is Scaling.CHANNEL else ()
-        found = [*self.shape[:axis], self.num_runs, *self.shape[axis + 1 :]]
+        shape = [*self.shape[:axis], self.num_runs, *self.shape[axis + 1 :]]
         if scheme.block_rows > 1:
-            found[-2] = -(-found[-2] // scheme.block_rows)
-        return tuple(found)
+            shape[-2] = -(-shape[-2] // scheme.block_rows)
+        return tuple(shape)
 
     def parts(self, unit: int = 1) -> Iterator[Part]:
         """Pieces that cover the tensor once, with whole runs of `unit` elements along the axis."""
@@ -337,22 +337,22 @@ class ScaleGroups:
             return magnitudes.masked_fill_(magnitudes >= infinity, 0)
 
         if scheme.scaling is Scaling.BLOCK:
-            found = torch.zeros((x_OLI.shape[0], self.num_runs, x_OLI.shape[2]), dtype=kind, device=x_OLI.device)
+            largest = torch.zeros((x_OLI.shape[0], self.num_runs, x_OLI.shape[2]), dtype=kind, device=x_OLI.device)
             for part in self.parts(self.length):
-                found[self._runs(part)] = _in_runs(patterns[part] & top, self.length).amax(2)
+                largest[self._runs(part)] = _split_runs(patterns[part] & top, self.length).amax(2)
         else:
             dims = (0, 2) if scheme.scaling is Scaling.CHANNEL else (0, 1, 2)
-            found = torch.zeros(self.scale_shape or (1,), dtype=kind, device=x_OLI.device)
+            largest = torch.zeros(self.scale_shape or (1,), dtype=kind, device=x_OLI.device)
             for part in self.parts():
-                own = found[part[1]] if scheme.scaling is Scaling.CHANNEL else found
-                own.copy_(own.maximum(finite(part).amax(dims)))
-        of_all = 0.0
-        if scheme.has_tensor_scale and found.numel():
-            most = found.amax()
-            if most >= infinity:
-                most = torch.stack([finite(part).amax() for part in self.parts()]).amax()
-            of_all = float(most.view(wide.dtype))
-        return self._in_tiles(found.view(wide.dtype).to(torch.float64), torch.maximum), of_all
+                group_part = largest[part[1]] if scheme.scaling is Scaling.CHANNEL else largest
+                group_part.copy_(group_part.maximum(finite(part).amax(dims)))
+        largest_of_all = 0.0
+        if scheme.has_tensor_scale and largest.numel():
+            top_pattern = largest.amax()
+            if top_pattern >= infinity:
+                top_pattern = torch.stack([finite(part).amax() for part in self.parts()]).amax()
+            largest_of_all = float(top_pattern.view(wide.dtype))
+        return self._to_scale_shape(largest.view(wide.dtype).to(torch.float64), torch.maximum), largest_of_all
 
     def encoded(self, before: torch.Tensor | None, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The values and codes in the shape of the tensor, and the counts in the order of `LOSSES`.
@@ -363,8 +363,8 @@ class ScaleGroups:
         import torch
 
         plan, element, x_OLI = self.plan, self.plan.scheme.element, self.x_OLI
-        before_OBI = None if before is None else self.in_three(before)
-        after_OBI = self.in_three(after)
+        before_OBI = None if before is None else self.by_group(before)
+        after_OBI = self.by_group(after)
         values = torch.empty(x_OLI.shape, dtype=self.value_dtype, device=x_OLI.device)
         codes = torch.empty(x_OLI.shape, dtype=code_dtype(element), device=x_OLI.device)
         counts = torch.zeros(len(LOSSES), dtype=torch.int64, device=x_OLI.device)
@@ -372,7 +372,7 @@ class ScaleGroups:
             scaled, rounded = self.rounded(part, before_OBI)
             signed, losses = _finished(x_OLI[part].to(torch.float64), scaled, rounded, plan=plan)
             counts += losses
-            factors = self.part_of(after_OBI, part)
+            factors = self.element_values(after_OBI, part)
             values[part] = signed * factors
             # A block that is NaN as a whole has the codes of 0.
             codes[part] = element_codes(signed.masked_fill(factors.isnan(), 0.0), element)
@@ -386,75 +386,75 @@ class ScaleGroups:
         """The sum of the squared errors of each block, added in order along a run, then over the rows of a tile."""
         import torch
 
-        factors = tuple(self.in_three(one) for one in factors_of(scales, plan=self.plan))
-        found = torch.zeros_like(self.in_three(scales.values))
+        factors = tuple(self.by_group(factor) for factor in factors_of(scales, plan=self.plan))
+        sums = torch.zeros_like(self.by_group(scales.values))
         for part in self.parts(self.length):
             rounded = self.rounded(part, factors[0])[1].clamp(max=self.plan.scheme.element.maximum)
-            values = (rounded * self.part_of(factors[1], part)).to(self.value_dtype).to(torch.float64)
+            values = (rounded * self.element_values(factors[1], part)).to(self.value_dtype).to(torch.float64)
             squares = (values - self.x_OLI[part].to(torch.float64).abs()).square_()
             # Adds one after the other, as the compiled loop does; `sum` adds in pairs.
-            found[self._runs(part)] = functools.reduce(operator.add, _in_runs(squares, self.length).unbind(2))
-        return self._in_tiles(found, operator.add)
+            sums[self._runs(part)] = functools.reduce(operator.add, _split_runs(squares, self.length).unbind(2))
+        return self._to_scale_shape(sums, operator.add)
 
-    def _in_tiles(
-        self, of_runs: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    def _to_scale_shape(
+        self, run_values: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Values of runs in `scale_shape`; `combine` reduces those of the rows of a tile."""
         rows = self.tile_rows
         if rows == 1:
-            return of_runs.view(self.scale_shape)
-        by_rows = _in_runs(of_runs.view(math.prod(self.shape[:-2]), self.shape[-2], self.num_runs), rows)
-        return functools.reduce(combine, by_rows.unbind(2)).view(self.scale_shape)
+            return run_values.view(self.scale_shape)
+        values_by_tile = _split_runs(run_values.view(math.prod(self.shape[:-2]), self.shape[-2], self.num_runs), rows)
+        return functools.reduce(combine, values_by_tile.unbind(2)).view(self.scale_shape)
 
-    def in_three(self, of_groups: torch.Tensor) -> torch.Tensor:
+    def by_group(self, group_values: torch.Tensor) -> torch.Tensor:
         """Values of groups, from `scale_shape` to three dimensions; those of a tile are repeated for its rows."""
         if self.plan.scheme.scaling is not Scaling.BLOCK:
-            return of_groups.view(1, -1, 1)
+            return group_values.view(1, -1, 1)
         rows = self.tile_rows
         if rows > 1:
-            of_groups = of_groups.repeat_interleave(rows, dim=-2)[..., : self.shape[-2], :]
-        return of_groups.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
+            group_values = group_values.repeat_interleave(rows, dim=-2)[..., : self.shape[-2], :]
+        return group_values.reshape(self.x_OLI.shape[0], self.num_runs, self.x_OLI.shape[2])
 
-    def part_of(self, in_three: torch.Tensor, part: Part) -> torch.Tensor:
+    def element_values(self, values_OBI: torch.Tensor, part: Part) -> torch.Tensor:
         """The value of the group of each element of a piece, or a single value that broadcasts."""
         import torch
 
         if self.plan.scheme.scaling is not Scaling.BLOCK:
-            return in_three if in_three.shape[1] == 1 else in_three[:, part[1]]
-        place = torch.arange(part[1].start, part[1].stop, device=in_three.device) // self.length
-        return in_three[self._runs(part)].index_select(1, place - part[1].start // self.length)
+            return values_OBI if values_OBI.shape[1] == 1 else values_OBI[:, part[1]]
+        indices = torch.arange(part[1].start, part[1].stop, device=values_OBI.device) // self.length
+        return values_OBI[self._runs(part)].index_select(1, indices - part[1].start // self.length)
 
     def rounded(self, part: Part, before_OBI: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled magnitudes of a piece, and what they round to if the format had values beyond its largest."""
         import torch
 
-        plan, element, own = self.plan, self.plan.scheme.element, self.x_OLI[part]
-        exact = own.to(torch.float64)
+        plan, element, part_OLI = self.plan, self.plan.scheme.element, self.x_OLI[part]
+        exact = part_OLI.to(torch.float64)
         scaled = exact.abs()
         if before_OBI is not None:
-            before = self.part_of(before_OBI, part)
+            before = self.element_values(before_OBI, part)
             scaled = scaled / before if is_divided(plan) else scaled * before
             if is_float32(plan):
                 scaled = scaled.to(torch.float32).to(torch.float64)
         if element.coding is Coding.TABLE:
             return scaled, nearest_in_table(scaled.copysign(exact), target=element).abs()
-        source = own if before_OBI is None else scaled.copysign(exact).to(torch.float32)
-        places = self._places(part) if plan.rounding is Rounding.STOCHASTIC else None
+        source = part_OLI if before_OBI is None else scaled.copysign(exact).to(torch.float32)
+        indices = self._element_indices(part) if plan.rounding is Rounding.STOCHASTIC else None
         rounded: torch.Tensor = round_magnitudes(
-            scaled, element=element, rounding=plan.rounding, seed=plan.seed, places=places, source=source
+            scaled, element=element, rounding=plan.rounding, seed=plan.seed, indices=indices, source=source
         )
         return scaled, rounded
 
-    def _places(self, part: Part) -> torch.Tensor:
+    def _element_indices(self, part: Part) -> torch.Tensor:
         """The indices of the elements of a piece, in C order of the tensor."""
         import torch
 
         _, along, inner = self.x_OLI.shape
-        outer, place, index = (torch.arange(one.start, one.stop, device=self.x_OLI.device) for one in part)
-        return (outer[:, None, None] * along + place[:, None]) * inner + index
+        outer, row, index = (torch.arange(cut.start, cut.stop, device=self.x_OLI.device) for cut in part)
+        return (outer[:, None, None] * along + row[:, None]) * inner + index
 
 
-def _in_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
+def _split_runs(x_OLI: torch.Tensor, length: int) -> torch.Tensor:
     """The elements with the second dimension split into runs, the last of which is padded with zeros."""
     import torch
 

@@ -195,8 +195,8 @@ def scale_exponents(
         return xp.clip(fields + (offset - _ONE_FIELD - element.emax), -end, end)
     half, exponent = xp.frexp(largest)
     carried = ((2 * half).view(xp.int64) + raised) >> 52
-    found = xp.clip(exponent + (carried + (offset - _ONE_FIELD - 1 - element.emax)), -end, end)
-    return xp.where(largest == 0, -end, found)
+    exponents = xp.clip(exponent + (carried + (offset - _ONE_FIELD - 1 - element.emax)), -end, end)
+    return xp.where(largest == 0, -end, exponents)
 
 
 _ONE_FIELD = (1 << 10) - 1

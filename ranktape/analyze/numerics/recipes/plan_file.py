@@ -11,7 +11,7 @@
         multiply_adds: 50331648
         sqnr: {output: 19.81, grad_input: 19.7, grad_weight: 18.64}
         worst_sqnr: {output: 19.6, grad_input: 19.55, grad_weight: 18.01}
-      head: {recipe: bf16, why: no recipe holds the target}
+      head: {recipe: bf16, why: no recipe reaches the target}
       "*.value": mxfp8                              # enough in a plan that is written by hand
     recipes:                                        # recipes that are not shipped, as in a recipe file
       mine: {operands: mxfp8_e5m2}
@@ -33,7 +33,7 @@ import yaml
 
 from ranktape.analyze.numerics.recipes.recipe import PRODUCTS, Recipe
 from ranktape.analyze.numerics.recipes.table import RECIPES
-from ranktape.analyze.numerics.recipes.words import mapping_of, parse_recipe, recipes_of_words, words_of_recipe
+from ranktape.analyze.numerics.recipes.words import check_mapping, parse_recipe, recipe_to_yaml, recipes_from_yaml
 from ranktape.errors import UsageError, nearest
 from ranktape.yaml_file import parse_yaml, read_text
 
@@ -130,11 +130,11 @@ class PrecisionPlan:
 
     def __post_init__(self) -> None:
         """Check that the plan names each module once."""
-        seen: set[str] = set()
-        for one in self.modules:
-            if one.module in seen:
-                raise UsageError(f"the plan names module {one.module} twice: leave one of the two out")
-            seen.add(one.module)
+        names: set[str] = set()
+        for module in self.modules:
+            if module.module in names:
+                raise UsageError(f"the plan names module {module.module} twice: leave one of the two out")
+            names.add(module.module)
 
     def recipes_of(self, linears: Collection[str], *, others: Mapping[str, str] | None = None) -> dict[str, Recipe]:
         """The recipe of each linear layer of a model that does not stay in bf16, by the name of the layer.
@@ -147,23 +147,29 @@ class PrecisionPlan:
         Raises:
             UsageError: a name or a pattern of the plan matches none of the layers.
         """
-        named = {one.module: one for one in self.modules}
-        patterns = [one for one in self.modules if one.is_pattern]
-        found: dict[str, Recipe] = {}
+        by_name = {entry.module: entry for entry in self.modules}
+        patterns = [entry for entry in self.modules if entry.is_pattern]
+        recipes: dict[str, Recipe] = {}
         for module in linears:
-            planned = named.get(module) or next((one for one in patterns if fnmatchcase(module, one.module)), None)
+            planned = by_name.get(module) or next(
+                (entry for entry in patterns if fnmatchcase(module, entry.module)), None
+            )
             if planned is not None and not planned.is_high_precision:
-                found[module] = planned.recipe
-        unmatched = [one for one in self.modules if not any(fnmatchcase(module, one.module) for module in linears)]
+                recipes[module] = planned.recipe
+        unmatched = [
+            entry for entry in self.modules if not any(fnmatchcase(module, entry.module) for module in linears)
+        ]
         inside = self.inside_attention(others or {})
-        unmatched = [one for one in unmatched if one.module not in inside]
-        lost = [one.module for one in unmatched if not (one.is_high_precision and one.module in (others or {}))]
-        if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            kind = (others or {}).get(lost[0])
-            hint = f"it is a {kind}: give it bf16" if kind else nearest(lost[0], linears, otherwise="it has")
-            raise UsageError(f"the plan names {lost[0]}{more}, and the model has no such nn.Linear: {hint}")
-        return found
+        unmatched = [entry for entry in unmatched if entry.module not in inside]
+        missing = [
+            entry.module for entry in unmatched if not (entry.is_high_precision and entry.module in (others or {}))
+        ]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            kind = (others or {}).get(missing[0])
+            hint = f"it is a {kind}: give it bf16" if kind else nearest(missing[0], linears, otherwise="it has")
+            raise UsageError(f"the plan names {missing[0]}{more}, and the model has no such nn.Linear: {hint}")
+        return recipes
 
     def inside_attention(self, others: Mapping[str, str]) -> list[str]:
         """The modules with a recipe that are projections of an `nn.MultiheadAttention`, which calls no `nn.Linear`.
@@ -172,28 +178,28 @@ class PrecisionPlan:
         """
         attention = {name for name, kind in others.items() if kind == "MultiheadAttention"}
         return [
-            one.module
-            for one in self.modules
-            if not one.is_high_precision and one.module.rpartition(".")[0] in attention
+            module.module
+            for module in self.modules
+            if not module.is_high_precision and module.module.rpartition(".")[0] in attention
         ]
 
     def by_recipe(self) -> dict[str, list[str]]:
         """The modules of each recipe, by the name of the recipe, in the order of the plan."""
-        found: dict[str, list[str]] = {}
-        for one in self.modules:
-            found.setdefault(one.recipe.name, []).append(one.module)
-        return found
+        modules: dict[str, list[str]] = {}
+        for module in self.modules:
+            modules.setdefault(module.recipe.name, []).append(module.module)
+        return modules
 
     @property
     def multiply_adds(self) -> dict[str, float]:
         """The share of each recipe in all multiply-adds; empty if those of a module are unknown."""
-        counts = [one.multiply_adds for one in self.modules]
+        counts = [module.multiply_adds for module in self.modules]
         total = sum(count or 0 for count in counts)
         if not total or None in counts:
             return {}
         shares: dict[str, float] = {}
-        for one, count in zip(self.modules, counts, strict=True):
-            shares[one.recipe.name] = shares.get(one.recipe.name, 0.0) + (count or 0) / total
+        for module, count in zip(self.modules, counts, strict=True):
+            shares[module.recipe.name] = shares.get(module.recipe.name, 0.0) + (count or 0) / total
         return shares
 
     @property
@@ -211,7 +217,7 @@ class PrecisionPlan:
 
     def _mean(self, figure: Callable[[Recipe], float]) -> float:
         shares = self.multiply_adds
-        recipes = {one.recipe.name: one.recipe for one in self.modules}
+        recipes = {module.recipe.name: module.recipe for module in self.modules}
         return sum(share * figure(recipes[name]) for name, share in shares.items()) if shares else math.nan
 
 
@@ -229,35 +235,36 @@ def write_plan(plan: PrecisionPlan, path: Path) -> None:
 
 def plan_text(plan: PrecisionPlan) -> str:
     """The plan as YAML text."""
-    words: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     if plan.run is not None:
-        words["run"] = plan.run
+        document["run"] = plan.run
     if plan.target_sqnr:
-        words["target_sqnr"] = _rounded(plan.target_sqnr)
+        document["target_sqnr"] = _rounded(plan.target_sqnr)
     if plan.candidates:
-        words["candidates"] = list(plan.candidates)
+        document["candidates"] = list(plan.candidates)
     if shares := plan.multiply_adds:
         means = {"mean_bits": plan.mean_bits, "relative_gemm_time": plan.relative_gemm_time}
-        words["summary"] = _rounded(means) | {"multiply_adds": _rounded(shares, decimals=4)}
-    words["modules"] = {one.module: _words_of(one) for one in plan.modules}
-    own = {one.recipe.name: one.recipe for one in plan.modules if RECIPES.get(one.recipe.name) != one.recipe}
-    if own:
-        words["recipes"] = {name: words_of_recipe(recipe) for name, recipe in own.items()}
-    return yaml.safe_dump(words, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+        document["summary"] = _rounded(means) | {"multiply_adds": _rounded(shares, decimals=4)}
+    document["modules"] = {module.module: _module_settings(module) for module in plan.modules}
+    custom = [module.recipe for module in plan.modules if RECIPES.get(module.recipe.name) != module.recipe]
+    custom_recipes = {recipe.name: recipe for recipe in custom}
+    if custom_recipes:
+        document["recipes"] = {name: recipe_to_yaml(recipe) for name, recipe in custom_recipes.items()}
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
 
 
-def _words_of(one: PlannedModule) -> dict[str, Any]:
-    recipe = one.recipe
-    words: dict[str, Any] = {
+def _module_settings(module: PlannedModule) -> dict[str, Any]:
+    recipe = module.recipe
+    settings: dict[str, Any] = {
         "recipe": recipe.name,
         "bits": round(recipe.bits, _DECIMALS),
         "speed": round(recipe.speed, _DECIMALS),
-        "multiply_adds": one.multiply_adds,
-        "sqnr": _rounded(one.sqnr),
-        "worst_sqnr": _rounded(one.worst_sqnr),
-        "why": one.why,
+        "multiply_adds": module.multiply_adds,
+        "sqnr": _rounded(module.sqnr),
+        "worst_sqnr": _rounded(module.worst_sqnr),
+        "why": module.why,
     }
-    return {key: value for key, value in words.items() if value is not None and value != {}}
+    return {key: value for key, value in settings.items() if value is not None and value != {}}
 
 
 def _rounded(figures: Mapping[str, float], *, decimals: int = _DECIMALS) -> dict[str, float]:
@@ -280,60 +287,61 @@ def parse_plan(text: str, *, place: str) -> PrecisionPlan:
     Raises:
         UsageError: as for `read_plan`.
     """
-    words = mapping_of(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
-    own = {}
-    if "recipes" in words:
-        own = recipes_of_words(words["recipes"], place=f"{place}, recipes", shipped=RECIPES)
-    modules = words.get("modules")
+    document = check_mapping(parse_yaml(text, place=place), _PLAN_KEYS, place=place)
+    custom_recipes = {}
+    if "recipes" in document:
+        custom_recipes = recipes_from_yaml(document["recipes"], place=f"{place}, recipes", shipped=RECIPES)
+    modules = document.get("modules")
     if not isinstance(modules, dict) or not modules:
         raise UsageError(f"{place} names no modules: write modules: {{layers.0.mlp.up: nvfp4}}")
-    run = words.get("run")
+    run = document.get("run")
     if run is not None and not isinstance(run, str):
-        raise UsageError(f"{place}, run: is to be text, and is {run!r:.60}")
-    candidates = words.get("candidates", [])
-    if not isinstance(candidates, list) or not all(isinstance(one, str) for one in candidates):
-        raise UsageError(f"{place}, candidates: is to be a list of names, and is {candidates!r:.60}")
+        raise UsageError(f"{place}, run: must be text, not {run!r:.60}")
+    candidates = document.get("candidates", [])
+    if not isinstance(candidates, list) or not all(isinstance(candidate, str) for candidate in candidates):
+        raise UsageError(f"{place}, candidates: must be a list of names, not {candidates!r:.60}")
     return PrecisionPlan(
         modules=tuple(
-            _module(name, said, own=own, place=f"{place}, modules.{name:.100}") for name, said in modules.items()
+            _module(name, settings, custom_recipes=custom_recipes, place=f"{place}, modules.{name:.100}")
+            for name, settings in modules.items()
         ),
         run=run,
-        target_sqnr=_decibels(words.get("target_sqnr", {}), place=f"{place}, target_sqnr"),
+        target_sqnr=_decibels(document.get("target_sqnr", {}), place=f"{place}, target_sqnr"),
         candidates=tuple(candidates),
     )
 
 
-def _module(name: str, said: Any, *, own: Mapping[str, Recipe], place: str) -> PlannedModule:
-    words = mapping_of({"recipe": said} if isinstance(said, str) else said, _MODULE_KEYS, place=place)
-    recipe = words.get("recipe")
+def _module(name: str, settings: Any, *, custom_recipes: Mapping[str, Recipe], place: str) -> PlannedModule:
+    values = check_mapping({"recipe": settings} if isinstance(settings, str) else settings, _MODULE_KEYS, place=place)
+    recipe = values.get("recipe")
     if not isinstance(recipe, str):
-        raise UsageError(f"{place}, recipe: is to be the name of one, such as mxfp8, and is {recipe!r:.60}")
-    multiply_adds = words.get("multiply_adds")
+        raise UsageError(f"{place}, recipe: must be the name of a recipe, such as mxfp8, not {recipe!r:.60}")
+    multiply_adds = values.get("multiply_adds")
     is_count = isinstance(multiply_adds, int) and not isinstance(multiply_adds, bool) and multiply_adds >= 0
     if multiply_adds is not None and not is_count:
-        raise UsageError(f"{place}, multiply_adds: is to be a number of them, and is {multiply_adds!r:.60}")
-    why = words.get("why")
+        raise UsageError(f"{place}, multiply_adds: must be a whole number, 0 or more, not {multiply_adds!r:.60}")
+    why = values.get("why")
     if why is not None and not isinstance(why, str):
-        raise UsageError(f"{place}, why: is to be text, and is {why!r:.60}")
-    if recipe not in own:
+        raise UsageError(f"{place}, why: must be text, not {why!r:.60}")
+    if recipe not in custom_recipes:
         try:
-            own = {**own, recipe: parse_recipe(recipe)}
+            custom_recipes = {**custom_recipes, recipe: parse_recipe(recipe)}
         except UsageError as error:
             raise UsageError(f"{place}: {error}") from error
     return PlannedModule(
         module=name,
-        recipe=own[recipe],
+        recipe=custom_recipes[recipe],
         multiply_adds=multiply_adds,
-        sqnr=_decibels(words.get("sqnr", {}), place=f"{place}, sqnr"),
-        worst_sqnr=_decibels(words.get("worst_sqnr", {}), place=f"{place}, worst_sqnr"),
+        sqnr=_decibels(values.get("sqnr", {}), place=f"{place}, sqnr"),
+        worst_sqnr=_decibels(values.get("worst_sqnr", {}), place=f"{place}, worst_sqnr"),
         why=why,
     )
 
 
-def _decibels(said: Any, *, place: str) -> dict[str, float]:
-    words = mapping_of(said, PRODUCTS, place=place)
-    for product, figure in words.items():
+def _decibels(value: Any, *, place: str) -> dict[str, float]:
+    figures = check_mapping(value, PRODUCTS, place=place)
+    for product, figure in figures.items():
         is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
         if not is_number or not (abs(figure) <= _MAX_DECIBELS or abs(figure) == math.inf):
-            raise UsageError(f"{place}.{product}: is to be a number of dB, and is {figure!r:.60}")
-    return {product: float(figure) for product, figure in words.items()}
+            raise UsageError(f"{place}.{product}: must be a number of dB, not {figure!r:.60}")
+    return {product: float(figure) for product, figure in figures.items()}

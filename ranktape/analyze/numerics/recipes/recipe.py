@@ -79,19 +79,21 @@ class OperandRecipe:
         _check_prescale(self.prescale)
         if self.scheme is not None:
             self._plan()
-        elif self.said:
-            raise UsageError(f"{', '.join(self.said)} has no effect on an operand that is left as it is: give a scheme")
+        elif self.changed:
+            raise UsageError(
+                f"{', '.join(self.changed)} has no effect on an operand that is left as it is: give a scheme"
+            )
 
     @property
-    def said(self) -> dict[str, Any]:
+    def changed(self) -> dict[str, Any]:
         """The fields other than the scheme that differ from their defaults."""
-        fields = [one for one in dataclasses.fields(self) if one.name != "scheme"]
-        return {one.name: value for one in fields if (value := getattr(self, one.name)) != one.default}
+        fields = [field for field in dataclasses.fields(self) if field.name != "scheme"]
+        return {field.name: value for field in fields if (value := getattr(self, field.name)) != field.default}
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `quantize` that differ from their defaults, without the scheme."""
-        return {name: value for name, value in self.said.items() if name != "prescale"}
+        return {name: value for name, value in self.changed.items() if name != "prescale"}
 
     @property
     def is_stochastic(self) -> bool:
@@ -147,11 +149,11 @@ class ProductRecipe:
 
     def __post_init__(self) -> None:
         """Check the rotation; `Recipe` checks the names of the operands."""
-        size = _whole(self.rotation, name="rotation", least=0)
+        size = _integer(self.rotation, name="rotation", least=0)
         if size == 1 or size & (size - 1) or size > MAX_ROTATION:
             raise UsageError(f"rotation is {size}: give a power of two from 2 to {MAX_ROTATION}, or 0 for none")
         if self.rotation_seed is not None:
-            _whole(self.rotation_seed, name="rotation_seed", least=0)
+            _integer(self.rotation_seed, name="rotation_seed", least=0)
             if not size:
                 raise UsageError(f"rotation_seed is {self.rotation_seed}, and there is no rotation: give its size")
 
@@ -229,12 +231,12 @@ class Recipe:
         _check_name(self.name)
         _check_names(self.products, PRODUCTS, what=f"recipe {self.name}, products")
         for product, operands in PRODUCTS.items():
-            given = self.products[product].operands
-            _check_names(given, operands, what=f"recipe {self.name}, product {product}")
-            if tuple(given) != operands:
+            named = self.products[product].operands
+            _check_names(named, operands, what=f"recipe {self.name}, product {product}")
+            if tuple(named) != operands:
                 raise UsageError(f"recipe {self.name}, product {product}: give {operands[0]} before {operands[1]}")
-        _whole(self.seed, name="seed", least=0)
-        if _whole(self.draws, name="draws", least=1) > MAX_DRAWS:
+        _integer(self.seed, name="seed", least=0)
+        if _integer(self.draws, name="draws", least=1) > MAX_DRAWS:
             raise UsageError(f"draws is {self.draws}: at most {MAX_DRAWS} are computed")
 
     def of_layer(self, module: str, *, layer_idx: int, num_layers: int) -> Recipe:
@@ -252,7 +254,9 @@ class Recipe:
     @property
     def bits(self) -> float:
         """The mean of `OperandRecipe.bits` over the operands of all products."""
-        return statistics.fmean(one.bits for product in self.products.values() for one in product.operands.values())
+        return statistics.fmean(
+            operand.bits for product in self.products.values() for operand in product.operands.values()
+        )
 
     @property
     def speed(self) -> float:
@@ -260,12 +264,12 @@ class Recipe:
 
         If the operands of a product have different speeds, the slower one counts.
         """
-        slowest = (min(one.speed for one in product.operands.values()) for product in self.products.values())
+        slowest = (min(operand.speed for operand in product.operands.values()) for product in self.products.values())
         return statistics.harmonic_mean(list(slowest))
 
 
 def products_of(
-    every: OperandRecipe | None = None,
+    default: OperandRecipe | None = None,
     *,
     rotations: Mapping[str, tuple[int, int | None]] | None = None,
     **operands: OperandRecipe,
@@ -274,21 +278,21 @@ def products_of(
 
     `rotations` has the size and the seed of the signs by product.
     """
-    named = {name: operand for name in OPERANDS if (operand := operands.get(name, every)) is not None}
-    found = {}
+    named = {name: operand for name in OPERANDS if (operand := operands.get(name, default)) is not None}
+    products = {}
     for product, names in PRODUCTS.items():
         size, seed = (rotations or {}).get(product, (0, None))
         chosen = {name: named[name] for name in names}
-        found[product] = ProductRecipe(operands=chosen, rotation=size, rotation_seed=seed)
-    return found
+        products[product] = ProductRecipe(operands=chosen, rotation=size, rotation_seed=seed)
+    return products
 
 
-def _check_names(given: Collection[str], wanted: Collection[str], *, what: str) -> None:
-    for name in given:
-        if name not in wanted:
-            raise UsageError(f"{what}: there is no {name!r:.60}: {nearest(str(name), wanted)}")
-    for name in wanted:
-        if name not in given:
+def _check_names(names: Collection[str], expected: Collection[str], *, what: str) -> None:
+    for name in names:
+        if name not in expected:
+            raise UsageError(f"{what}: there is no {name!r:.60}: {nearest(str(name), expected)}")
+    for name in expected:
+        if name not in names:
             raise UsageError(f"{what}: {name} is missing")
 
 
@@ -298,7 +302,7 @@ def _check_name(name: Any) -> None:
 
 
 def _check_patterns(patterns: Any) -> None:
-    if not isinstance(patterns, tuple) or not all(isinstance(one, str) and one for one in patterns):
+    if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(f"modules is {patterns!r:.60}: give a tuple (in a file a list) of patterns, as *head")
 
 
@@ -308,9 +312,9 @@ def _check_prescale(factor: Any) -> None:
         raise UsageError(f"prescale is {factor!r:.60}: give a number between 2**-64 and 2**64")
 
 
-def _check_truth(given: Any, *, name: str) -> None:
-    if not isinstance(given, bool):
-        raise UsageError(f"{name} is {given!r:.60}: give true or false")
+def _check_truth(value: Any, *, name: str) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r:.60}: give true or false")
 
 
 def _check_layers(number: Any, *, name: str) -> None:
@@ -320,10 +324,10 @@ def _check_layers(number: Any, *, name: str) -> None:
                 f"{name} is {number}: a part of the layers is above 0 and below 1, a number of them is whole"
             )
     else:
-        _whole(number, name=name, least=0)
+        _integer(number, name=name, least=0)
 
 
-def _whole(number: Any, *, name: str, least: int) -> int:
+def _integer(number: Any, *, name: str, least: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise UsageError(f"{name} is {number!r:.60}: give a whole number, {least} or more")
     return number

@@ -141,7 +141,7 @@ def legacy_levels(histogram: Histogram, *, target: Format, options: SweepOptions
     if options.min_scale_exp is not None and options.min_scale_exp != unset_last:
         last = float(options.min_scale_exp)
     exponents = np.linspace(max(first, last), min(first, last), options.num_levels or NUM_LEVELS)
-    tables = [_table(magnitudes.astype(np.float32), target=target, exponent=float(one)) for one in exponents]
+    tables = [_table(magnitudes.astype(np.float32), target=target, exponent=float(exponent)) for exponent in exponents]
     sums = _sums(magnitudes, counts=counts, tables=tables, target=target)
     levels = levels_of(sums, exponents=exponents.tolist())
     original_scores = _original_scores(levels)
@@ -168,8 +168,8 @@ def check_legacy(target: Format, *, options: SweepOptions) -> None:
         UsageError: the tool does not support them.
     """
     if target not in LEGACY_FORMATS:
-        known = ", ".join(known.name for known in LEGACY_FORMATS)
-        raise UsageError(f"format {target.name!r} is not allowed with --sweep-mode legacy: give one of {known}")
+        allowed = ", ".join(allowed.name for allowed in LEGACY_FORMATS)
+        raise UsageError(f"format {target.name!r} is not allowed with --sweep-mode legacy: give one of {allowed}")
     if options.rounding not in {None, Rounding.AWAY}:
         raise UsageError(
             f"--rounding {options.rounding} is not allowed with --sweep-mode legacy, "
@@ -204,8 +204,8 @@ def _rounded(scaled: NDArray[np.float32], *, target: Format) -> NDArray[np.float
     powers = np.ldexp(np.float32(1), np.where(np.isnan(exponents), 0, exponents).astype(np.int32))
     units = np.float32(1 << target.mantissa_bits)
     in_units = to_bfloat16(to_bfloat16(magnitudes / powers) * units)
-    whole = np.sign(scaled) * np.floor(to_bfloat16(in_units + np.float32(0.5)))
-    rounded = to_bfloat16(to_bfloat16(whole / units) * powers)
+    rounded_units = np.sign(scaled) * np.floor(to_bfloat16(in_units + np.float32(0.5)))
+    rounded = to_bfloat16(to_bfloat16(rounded_units / units) * powers)
     clamped = np.clip(rounded, -np.float32(target.maximum), np.float32(target.maximum))
     return np.where(np.isinf(scaled), scaled, clamped)
 
@@ -226,13 +226,13 @@ def _sums(
         scaled, result = table.scaled[is_finite], np.abs(table.result[is_finite])
         is_number = np.isfinite(result)
         error = np.where(is_number, np.abs(values - np.where(is_number, result, 0.0)), np.inf)
-        kept = np.where(is_number, result, 0.0)
+        finite_result = np.where(is_number, result, 0.0)
         rows.append(
             {
                 "squared_error": (weights * error * error).sum(),
                 "absolute_error": (weights * error).sum(),
-                "squared_result": (weights * kept * kept).sum() if is_number.all() else np.inf,
-                "product": (weights * kept * values).sum(),
+                "squared_result": (weights * finite_result * finite_result).sum() if is_number.all() else np.inf,
+                "product": (weights * finite_result * values).sum(),
                 "largest_error": error.max(),
                 "overflow": weights[scaled >= target.overflow_start_of(Rounding.AWAY)].sum(),
                 "underflow": weights[is_nonzero & (scaled < target.min_normal)].sum(),
@@ -250,20 +250,20 @@ def _sums(
 
 
 def _original_scores(levels: Sequence[Level]) -> list[float]:
-    def placed(name: str, *, unit: float = 1.0) -> NDArray[np.float64]:
+    def normalised(name: str, *, unit: float = 1.0) -> NDArray[np.float64]:
         metrics = unit * np.array([getattr(level, name) for level in levels])
         return np.asarray((metrics - metrics.min()) / (metrics.max() - metrics.min() + SWAMP))
 
     cosines = np.array([level.cosine for level in levels])
     with np.errstate(invalid="ignore"):  # for infinity - infinity in PSNR
-        found = (
-            0.3 * (1 - placed("mse"))
+        weighted = (
+            0.3 * (1 - normalised("mse"))
             + 0.3 * cosines
-            + 0.2 * placed("psnr")
-            + 0.1 * (1 - placed("mae"))
-            + 0.1 * (1 - placed("relative_error", unit=100.0))
+            + 0.2 * normalised("psnr")
+            + 0.1 * (1 - normalised("mae"))
+            + 0.1 * (1 - normalised("relative_error", unit=100.0))
         )
-    scores: list[float] = found.tolist()
+    scores: list[float] = weighted.tolist()
     return scores
 
 
@@ -271,14 +271,14 @@ def _with_originals(
     level: Level, *, table: _Rounded, counts: NDArray[np.int64], target: Format, score: float
 ) -> LegacyLevel:
     num_elements = int(counts.sum())
-    chosen = {
+    masks = {
         "overflow": table.scaled > target.maximum,
         "underflow": (table.scaled > 0) & (table.scaled < target.min_subnormal),
         "flush": (table.scaled > 0) & (table.scaled < target.min_normal),
     }
-    found = {name: int(counts[mask].sum()) for name, mask in chosen.items()}
-    originals: dict[str, Any] = {f"original_{name}_count": count for name, count in found.items()}
-    originals |= {f"original_{name}_ratio": count / num_elements for name, count in found.items()}
+    original_counts = {name: int(counts[mask].sum()) for name, mask in masks.items()}
+    originals: dict[str, Any] = {f"original_{name}_count": count for name, count in original_counts.items()}
+    originals |= {f"original_{name}_ratio": count / num_elements for name, count in original_counts.items()}
     return LegacyLevel(
         **dataclasses.asdict(level),
         **originals,

@@ -102,7 +102,7 @@ METRICS: dict[str, LevelMetric] = {
 
 
 LOSSLESS: Mapping[str, float] = {
-    **{name: 0.0 if one.is_error else math.inf for name, one in METRICS.items()},
+    **{name: 0.0 if metric.is_error else math.inf for name, metric in METRICS.items()},
     "cosine": 1.0,
     **{f"{kind}_{what}": 0 for kind in ("overflow", "underflow", "flushed") for what in ("count", "ratio")},
 }
@@ -141,16 +141,16 @@ def scores(losses: Sequence[Loss]) -> list[float]:
     """
     finite = [loss.psnr for loss in losses if math.isfinite(loss.psnr)]
     lossless = max(finite, default=0.0) + DECIBELS_PER_BIT
-    squared = _placed([-loss.squared for loss in losses])
-    psnr = _placed([min(loss.psnr, lossless) for loss in losses])
-    absolute = _placed([-loss.absolute for loss in losses])
+    squared = _normalised([-loss.squared for loss in losses])
+    psnr = _normalised([min(loss.psnr, lossless) for loss in losses])
+    absolute = _normalised([-loss.absolute for loss in losses])
     return [
         0.3 * squared[index] + 0.3 * loss.cosine + 0.2 * psnr[index] + (0.1 + 0.1) * absolute[index]
         for index, loss in enumerate(losses)
     ]
 
 
-def _placed(values: Sequence[float]) -> list[float]:
+def _normalised(values: Sequence[float]) -> list[float]:
     """Scale finite values to a range from 0 for the lowest to 1 for the highest; infinite values become 0."""
     finite = [value for value in values if math.isfinite(value)]
     lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
@@ -223,9 +223,9 @@ TIE = 1e-12
 
 def best_level(levels: Sequence[Level], metric: Callable[[Level], float]) -> Level | None:
     """The first level whose metric is the largest up to `TIE`; None if there are no levels."""
-    found = max(levels, key=metric, default=None)
-    if found is None or not math.isfinite(top := metric(found)):
-        return found
+    level_of_maximum = max(levels, key=metric, default=None)
+    if level_of_maximum is None or not math.isfinite(top := metric(level_of_maximum)):
+        return level_of_maximum
     return next(level for level in levels if metric(level) >= top - TIE * abs(top))
 
 
@@ -239,7 +239,7 @@ It is the ratio from which the severity of overflow is medium.
 """
 
 
-def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Level:
+def settled(levels: Sequence[Level], best: Level, *, has_offsets: bool) -> Level:
     """The level to recommend instead of `found`, from those that are as good.
 
     Among offsets, it is the one nearest to 0, the choice of the scale rule, of those that are as good by `is_as_good`.
@@ -247,16 +247,16 @@ def settled(levels: Sequence[Level], found: Level, *, has_offsets: bool) -> Leve
     the most room on both sides. Otherwise it is `found`.
     """
     if has_offsets:
-        as_good = [level for level in levels if level is found or is_as_good(level, found)]
+        as_good = [level for level in levels if level is best or is_as_good(level, best)]
         return min(as_good, key=lambda level: (abs(level.exponent), -level.score))
     lossless = [level for level in levels if level.sqnr == math.inf]
-    return lossless[(len(lossless) - 1) // 2] if any(level is found for level in lossless) else found
+    return lossless[(len(lossless) - 1) // 2] if any(level is best for level in lossless) else best
 
 
-def is_as_good(level: Level, found: Level) -> bool:
+def is_as_good(level: Level, best: Level) -> bool:
     """Whether a level is no worse than `found` in SQNR, overflow and flushing, up to `SAME_SQNR` and `SAME_RATIO`."""
     return (
-        level.sqnr >= found.sqnr - SAME_SQNR
-        and level.overflow_ratio <= found.overflow_ratio + SAME_RATIO
-        and level.flushed_ratio <= found.flushed_ratio + SAME_RATIO
+        level.sqnr >= best.sqnr - SAME_SQNR
+        and level.overflow_ratio <= best.overflow_ratio + SAME_RATIO
+        and level.flushed_ratio <= best.flushed_ratio + SAME_RATIO
     )

@@ -117,15 +117,15 @@ class SweepOptions:
 
     def _check_kinds(self) -> None:
         for name, kind in (("mode", SweepMode), ("scale_rule", ScaleRule), ("rounding", Rounding)):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
-                if given not in set(kind):
-                    raise UsageError(f"{name}={given!r} is not allowed: give one of {', '.join(kind)}")
-                object.__setattr__(self, name, kind(given))
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                if value not in set(kind):
+                    raise UsageError(f"{name}={value!r} is not allowed: give one of {', '.join(kind)}")
+                object.__setattr__(self, name, kind(value))
         for name in ("block_size", "axis", "scale_bits", "num_levels"):
-            given = getattr(self, name)
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int | np.integer)):
-                raise UsageError(f"{name}={given!r} is not a whole number: give one")
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise UsageError(f"{name}={value!r} is not a whole number: give one")
 
     @property
     def rule(self) -> ScaleRule:
@@ -165,17 +165,17 @@ class SweepOptions:
                     f"--{option}-scale-exp {end} is not allowed with blocks: their scales are powers of two, "
                     "give a whole number"
                 )
-        own_first, own_last = (MAX_OFFSET, -MAX_OFFSET) if self.num_levels != 1 else (self.min_scale_exp or 0, 0)
-        first = int(own_first if self.max_scale_exp is None else self.max_scale_exp)
-        last = first if self.num_levels == 1 else int(own_last if self.min_scale_exp is None else self.min_scale_exp)
+        highest, lowest = (MAX_OFFSET, -MAX_OFFSET) if self.num_levels != 1 else (self.min_scale_exp or 0, 0)
+        first = int(highest if self.max_scale_exp is None else self.max_scale_exp)
+        last = first if self.num_levels == 1 else int(lowest if self.min_scale_exp is None else self.min_scale_exp)
         available = abs(first - last) + 1
-        wanted = available if self.num_levels is None else self.num_levels
-        if wanted > available:
+        num_levels = available if self.num_levels is None else self.num_levels
+        if num_levels > available:
             raise UsageError(
-                f"--num-levels {wanted} is not allowed with offsets from {first} to {last}: "
+                f"--num-levels {num_levels} is not allowed with offsets from {first} to {last}: "
                 f"there are {available} whole numbers, give that many or fewer"
             )
-        return np.rint(np.linspace(first, last, wanted)).astype(np.int64)
+        return np.rint(np.linspace(first, last, num_levels)).astype(np.int64)
 
 
 def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
@@ -185,31 +185,31 @@ def resolve(name: str, *, options: SweepOptions) -> tuple[Scheme, SweepMode]:
         UsageError: the format is unknown, does not need a scale or has no sign, or the mode or the rounding does not
             support it.
     """
-    named = parse_scheme(name)
-    mode = options.mode or (SweepMode.MX if named.scaling is Scaling.BLOCK else SweepMode.TENSOR)
-    if named.element.dtype == "float64":
+    scheme = parse_scheme(name)
+    mode = options.mode or (SweepMode.MX if scheme.scaling is Scaling.BLOCK else SweepMode.TENSOR)
+    if scheme.element.dtype == "float64":
         raise UsageError("format 'fp64' holds every captured value: give a narrower one, such as fp8_e4m3")
-    if not named.element.is_signed:
+    if not scheme.element.is_signed:
         raise UsageError(
-            f"format {named.name!r} is one of scales, and has no sign: give one of values, such as fp8_e4m3"
+            f"format {scheme.name!r} is one of scales, and has no sign: give one of values, such as fp8_e4m3"
         )
-    rounding = parse_rounding(options.rounding, target=named.element, seed=None)
+    rounding = parse_rounding(options.rounding, target=scheme.element, seed=None)
     if rounding is Rounding.HYBRID and mode is not SweepMode.TENSOR:
         raise UsageError(
             f"--rounding hybrid is not allowed with --sweep-mode {mode}: give --sweep-mode tensor, or away"
         )
     if mode is SweepMode.MX:
-        if named.element.coding is Coding.TAPERED:
+        if scheme.element.coding is Coding.TAPERED:
             raise UsageError(
-                f"format {named.name!r} is not one of blocks: give one of {', '.join(SCHEMES)}, or --sweep-mode tensor"
+                f"format {scheme.name!r} is not one of blocks: give one of {', '.join(SCHEMES)}, or --sweep-mode tensor"
             )
-        return in_blocks(named, block_size=options.block_size), mode
-    if named.scaling is Scaling.BLOCK:
+        return in_blocks(scheme, block_size=options.block_size), mode
+    if scheme.scaling is Scaling.BLOCK:
         raise UsageError(
-            f"format {named.name!r} has blocks: give --sweep-mode mx, or a format without, such as fp4_e2m1"
+            f"format {scheme.name!r} has blocks: give --sweep-mode mx, or a format without, such as fp4_e2m1"
         )
     scaling = Scaling.CHANNEL if mode is SweepMode.CHANNEL else Scaling.TENSOR
-    return dataclasses.replace(named, scaling=scaling), mode
+    return dataclasses.replace(scheme, scaling=scaling), mode
 
 
 def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Scheme, SweepMode]]:
@@ -218,8 +218,8 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
     Raises:
         UsageError: as for `resolve`, or none of the formats uses an option that is given.
     """
-    found = [resolve(name, options=options) for name in names]
-    with_blocks = [scheme for scheme, mode in found if mode is SweepMode.MX]
+    resolved = [resolve(name, options=options) for name in names]
+    with_blocks = [scheme for scheme, mode in resolved if mode is SweepMode.MX]
     with_rule = [scheme for scheme in with_blocks if not scheme.has_tensor_scale]
     for field, users, example in (
         ("block_size", with_blocks, "mxfp8_e4m3 or nvfp4"),
@@ -229,19 +229,19 @@ def resolve_all(names: Sequence[str], *, options: SweepOptions) -> list[tuple[Sc
         value = getattr(options, field)
         # 8 bits, the default of the legacy tool, are allowed with any format.
         is_given = value is not None and (field, value) != ("scale_bits", MAX_SCALE_BITS)
-        if found and is_given and not users:
-            whose = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in found)
+        if resolved and is_given and not users:
+            described = ", ".join(f"{scheme.name} in {mode} mode" for scheme, mode in resolved)
             raise UsageError(
-                f"--{field.replace('_', '-')} {value} has no effect on {whose}: "
+                f"--{field.replace('_', '-')} {value} has no effect on {described}: "
                 f"leave it out, or give a format with such scales of blocks, as {example}"
             )
-    return found
+    return resolved
 
 
 def scale_of(exponent: float) -> float:
     """2**`exponent` as a float64, the same on every machine; infinity or zero outside the range of float64."""
-    whole = math.floor(exponent)
+    integer = math.floor(exponent)
     try:
-        return math.ldexp(2.0 ** (exponent - whole), whole)
+        return math.ldexp(2.0 ** (exponent - integer), integer)
     except OverflowError:
         return math.inf

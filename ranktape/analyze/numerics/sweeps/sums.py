@@ -26,9 +26,9 @@ from ranktape.analyze.numerics.formats.kernels import RANDOM, RoundingConstants,
 from ranktape.analyze.numerics.formats.values import powers_of_two
 from ranktape.analyze.numerics.histograms.block_counts import NUM_MAGNITUDES
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram
-from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, own_limits, pattern_values, scan
+from ranktape.analyze.numerics.histograms.histogram import AnyArray, Histogram, dtype_limits, pattern_values, scan
 from ranktape.analyze.numerics.kernels import compiled, compiled_sums
-from ranktape.analyze.numerics.pieces import RUN, Box, boxes, by_memory, grouped_shape, in_batches, pieces
+from ranktape.analyze.numerics.pieces import RUN, Box, boxes, grouped_shape, in_batches, memory_order, pieces
 from ranktape.analyze.numerics.quantization.plan import QuantizePlan
 from ranktape.analyze.numerics.quantization.scales import factors_of, group_scales, is_divided, is_float32
 from ranktape.analyze.numerics.quantization.schemes import ScaleRule, Scaling, Scheme
@@ -191,9 +191,9 @@ def _scale(  # noqa: PLR0917 - numba has no keyword-only arguments
     """
     index, last = 0, factors_G.size - 1
     if size == 1:
-        for place in range(min(values_C.size, last + 1 - start)):
-            value, factor = values_C[place], factors_G[start + place]
-            results_C[place] = value * factor if divides is None else np.divide(value, factor)
+        for position in range(min(values_C.size, last + 1 - start)):
+            value, factor = values_C[position], factors_G[start + position]
+            results_C[position] = value * factor if divides is None else np.divide(value, factor)
         index = max(0, min(values_C.size, last + 1 - start))
     elif start % size == 0:
         # Whole groups as a matrix, whose rows the compiler vectorises.
@@ -203,15 +203,15 @@ def _scale(  # noqa: PLR0917 - numba has no keyword-only arguments
         values_GE, results_GE = values_C[:index].reshape(shape), results_C[:index].reshape(shape)
         for row in range(shape[0]):
             factor = factors_G[first + row]
-            for place in range(size):
-                value = values_GE[row, place]
-                results_GE[row, place] = value * factor if divides is None else np.divide(value, factor)
+            for position in range(size):
+                value = values_GE[row, position]
+                results_GE[row, position] = value * factor if divides is None else np.divide(value, factor)
     while index < values_C.size:
         group = min((start + index) // size, last)
         stop = min((group + 1) * size - start, values_C.size) if group < last else values_C.size
         values, results, factor = values_C[index:stop], results_C[index:stop], factors_G[group]
-        for place in range(values.size):
-            results[place] = values[place] * factor if divides is None else np.divide(values[place], factor)
+        for position in range(values.size):
+            results[position] = values[position] * factor if divides is None else np.divide(values[position], factor)
         index = stop
 
 
@@ -281,19 +281,19 @@ def _add_risen(  # noqa: PLR0917 - as above
         falling[index] = weights[index] - rising[index]
         above[index] = rounded[index] + (step if passed > 0.0 else 0.0)
         flushed -= rising[index] if rounded[index] == 0.0 else 0.0
-    for results, own in ((above, rising), (rounded, falling)):
+    for results, result_weights in ((above, rising), (rounded, falling)):
         _scale(results, after_G, size, start, None, results)
-        _add_errors(values, own, results, sums_KA)
+        _add_errors(values, result_weights, results, sums_KA)
     return flushed
 
 
-def _filled_up(values: Floats) -> Floats:
+def _padded(values: Floats) -> Floats:
     missing = -values.size % (UNROLLED * LANES)
     flat = values.reshape(-1)
     return np.pad(flat, (0, missing)) if missing else flat
 
 
-def part_of(
+def partial_sums(
     values: Floats,
     levels: Iterable[tuple[Floats | list[float], Floats | list[float]]],
     *,
@@ -313,14 +313,14 @@ def part_of(
     """
     how = _How(constants_of(element, rounding), element.overflow_start_of(rounding), element.min_normal, is_float32)
     times = np.ones(values.size) if weights is None and how.constants.kind == RANDOM else weights
-    x_N, w_N = _filled_up(values), None if times is None else _filled_up(times.astype(np.float64))
-    source_N = x_N if source is None else _filled_up(source)
+    x_N, w_N = _padded(values), None if times is None else _padded(times.astype(np.float64))
+    source_N = x_N if source is None else _padded(source)
     remaining, sums = iter(levels), list[Floats]()
     for first in remaining:
         # A few levels at a time, so that their factors stay in a cache.
-        own = [first, *itertools.islice(remaining, FACTORS // len(first[0]))]
-        before_LG, after_LG = (np.array(factors) for factors in zip(*own, strict=True))
-        sums.append(np.zeros((len(own), len(SUMS), LANES)))
+        group_of_levels = [first, *itertools.islice(remaining, FACTORS // len(first[0]))]
+        before_LG, after_LG = (np.array(factors) for factors in zip(*group_of_levels, strict=True))
+        sums.append(np.zeros((len(group_of_levels), len(SUMS), LANES)))
         size = values.size // before_LG.shape[1]
         _add_levels(source_N, x_N, w_N, before_LG, after_LG, size, how, 1 if is_divided else None, sums[-1])
     # In the same order as the errors, so that both sums are equal if all values become zero.
@@ -337,7 +337,7 @@ def part_of(
 
 def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) -> Sums:
     """Add the sums of parts in order; `largest` is the largest magnitude of the tensor before the shift."""
-    together = functools.reduce(_together, parts)
+    together = functools.reduce(_merge, parts)
     return Sums(
         shift=shift,
         num_finite=together.num_finite,
@@ -348,11 +348,11 @@ def total_of(parts: Iterable[PartialSums], *, largest: float, shift: int = 0) ->
     )
 
 
-def _together(one: PartialSums, other: PartialSums) -> PartialSums:
-    sums_LK = one.sums_LK + other.sums_LK
-    sums_LK[:, _LARGEST] = np.maximum(one.sums_LK[:, _LARGEST], other.sums_LK[:, _LARGEST])
+def _merge(left: PartialSums, right: PartialSums) -> PartialSums:
+    sums_LK = left.sums_LK + right.sums_LK
+    sums_LK[:, _LARGEST] = np.maximum(left.sums_LK[:, _LARGEST], right.sums_LK[:, _LARGEST])
     return PartialSums(
-        sums_LK, one.absolute + other.absolute, one.squared + other.squared, one.num_finite + other.num_finite
+        sums_LK, left.absolute + right.absolute, left.squared + right.squared, left.num_finite + right.num_finite
     )
 
 
@@ -381,11 +381,11 @@ class _OneScale(NamedTuple):
     def of(cls, exponents: Floats, *, largest: float, target: Format, rounding: Rounding | None) -> _OneScale:
         shift = _shift_of(largest)
         # Beyond the limit, all values overflow or all are flushed.
-        moved = (math.floor(one) - shift for one in exponents.tolist())
-        wholes = [min(max(one, -MAX_SHIFTED_EXPONENT), MAX_SHIFTED_EXPONENT) for one in moved]
+        moved = (math.floor(exponent) - shift for exponent in exponents.tolist())
+        wholes = [min(max(exponent, -MAX_SHIFTED_EXPONENT), MAX_SHIFTED_EXPONENT) for exponent in moved]
         scales = [
-            math.ldexp(2.0 ** (one - math.floor(one)), whole)
-            for one, whole in zip(exponents.tolist(), wholes, strict=True)
+            math.ldexp(2.0 ** (exponent - math.floor(exponent)), whole)
+            for exponent, whole in zip(exponents.tolist(), wholes, strict=True)
         ]
         return cls(scales, shift, target, rounding or target.rounding)
 
@@ -394,7 +394,9 @@ class _OneScale(NamedTuple):
         """The sums of finite magnitudes."""
         values = _shifted(magnitudes, self.shift)
         levels = [([scale], [scale]) for scale in self.scales]
-        return part_of(values, levels, element=self.element, rounding=self.rounding, is_divided=True, weights=weights)
+        return partial_sums(
+            values, levels, element=self.element, rounding=self.rounding, is_divided=True, weights=weights
+        )
 
 
 def sums_of_pairs(
@@ -463,17 +465,19 @@ def sums_of_blocks(
     end = (1 << (scale_bits - 1)) - 1
     # Cells with the same magnitude whose blocks have the same scale are merged.
     keys = histogram.scale_exponents(rule, element) * NUM_MAGNITUDES + histogram.magnitudes
-    distinct, places = np.unique(keys, return_inverse=True)
+    distinct, inverse = np.unique(keys, return_inverse=True)
     # float64 represents all counts below 2**53 exactly.
-    counts = np.bincount(places, weights=histogram.counts).astype(np.int64)
+    counts = np.bincount(inverse, weights=histogram.counts).astype(np.int64)
     exponents, magnitudes = np.divmod(distinct, NUM_MAGNITUDES)
     values = pattern_values(histogram.dtype)[magnitudes]
 
     def part(start: int) -> PartialSums:
-        own = slice(start, start + CELLS)
-        scales = (np.clip(exponents[own] + offset, -end, end) for offset in offsets.tolist())
-        levels = ((powers_of_two(-one), powers_of_two(one)) for one in scales)
-        return part_of(values[own], levels, element=element, rounding=rounding, is_divided=False, weights=counts[own])
+        part_cells = slice(start, start + CELLS)
+        scales = (np.clip(exponents[part_cells] + offset, -end, end) for offset in offsets.tolist())
+        levels = ((powers_of_two(-clipped), powers_of_two(clipped)) for clipped in scales)
+        return partial_sums(
+            values[part_cells], levels, element=element, rounding=rounding, is_divided=False, weights=counts[part_cells]
+        )
 
     parts = [part(start) for start in range(0, values.size, CELLS)]
     zeros = PartialSums(np.zeros((offsets.size, len(SUMS))), 0.0, 0.0, histogram.zero_elements)
@@ -492,9 +496,13 @@ def sums_of_groups(
     is_channel = scheme.scaling is Scaling.CHANNEL
     groups = _ScaledGroups(array, axis=axis, is_channel=is_channel, block_size=scheme.block_size)
     # Blocks that are split into several boxes need their largest magnitudes beforehand.
-    keep = is_channel or min(scheme.block_size, array.shape[axis]) > CHUNK // RUN
-    found = groups.look(keep=keep, threads=threads) if keep or array.dtype == np.float64 else (None, 0.0)
-    largest_of_groups, largest_in_sums = found
+    keeps_groups = is_channel or min(scheme.block_size, array.shape[axis]) > CHUNK // RUN
+    extremes = (
+        groups.find_largest(keeps_groups=keeps_groups, threads=threads)
+        if keeps_groups or array.dtype == np.float64
+        else (None, 0.0)
+    )
+    largest_of_groups, largest_in_sums = extremes
     shift, element, rounding = _shift_of(largest_in_sums), scheme.element, options.rounding or scheme.element.rounding
     plan = QuantizePlan(
         scheme=scheme,
@@ -506,8 +514,10 @@ def sums_of_groups(
     plans = [dataclasses.replace(plan, scale_offset=offset) for offset in options.offsets().tolist()]
 
     def levels(largest_G: Floats) -> Iterator[tuple[Floats, Floats]]:
-        for own in plans:
-            before, after = factors_of(group_scales(largest_G, plan=own, largest_of_all=largest), plan=own)
+        for level_plan in plans:
+            before, after = factors_of(
+                group_scales(largest_G, plan=level_plan, largest_of_all=largest), plan=level_plan
+            )
             # float32 scales of NVFP4 would underflow.
             yield before, np.ldexp(after.astype(np.float64), -shift) if shift else after
 
@@ -517,11 +527,11 @@ def sums_of_groups(
         if largest_of_groups is None:
             largest_G = values_GE.max(axis=1)
         else:
-            largest_G = largest_of_groups[groups.place(box)].reshape(-1)
+            largest_G = largest_of_groups[groups.group_index(box)].reshape(-1)
         is_spoiled_G = ~(largest_G < np.inf)
-        kinds = _left_out(values_GE, ~(values_GE < np.inf) if is_channel else is_spoiled_G)
+        kinds = _exclude(values_GE, ~(values_GE < np.inf) if is_channel else is_spoiled_G)
         num_finite = values_GE.size - int(kinds[1] + kinds[2] + kinds[4])
-        own = part_of(
+        level_plan = partial_sums(
             _shifted(values_GE, shift),
             levels(np.where(is_spoiled_G, 0.0, largest_G)),
             element=element,
@@ -531,15 +541,15 @@ def sums_of_groups(
             source=values_GE if shift else None,
             num_finite=num_finite,
         )
-        return own, kinds
+        return level_plan, kinds
 
     rows: list[Floats] = []
 
     def parts() -> Iterator[PartialSums]:
         yield PartialSums(np.zeros((len(plans), len(SUMS))), 0.0, 0.0, 0)  # an array may have no elements
-        for own, kinds in in_batches(part, groups.boxes(), threads=threads):
+        for level_plan, kinds in in_batches(part, groups.boxes(), threads=threads):
             rows.append(kinds)
-            yield own
+            yield level_plan
 
     sums = total_of(parts(), largest=0.0, shift=shift)
     population = population_of_parts(rows)
@@ -585,8 +595,8 @@ class Population:
         if num_finite == self.spoiled:
             return "NaN or Inf in every block"
         if self.largest:
-            left_out = "blocks with NaN or Inf left out" if self.spoiled else "NaN or Inf left out"
-            return left_out if num_finite < self.num_elements else ""
+            text = "blocks with NaN or Inf left out" if self.spoiled else "NaN or Inf left out"
+            return text if num_finite < self.num_elements else ""
         if num_finite == self.num_elements:
             return "all zero: exact at any scale"
         return "no finite number other than zero"
@@ -594,20 +604,20 @@ class Population:
 
 def population_of_values(array: AnyArray) -> Population:
     """The population of an array with a real dtype of records and at least one dimension, without a copy of it."""
-    limits = own_limits(array.dtype)
-    in_order, _ = by_memory(array, axis=0)
+    limits = dtype_limits(array.dtype)
+    in_order, _ = memory_order(array, axis=0)
     kinds: list[tuple[float, ...]] = []
     ends: list[tuple[float, float]] = []
     for piece in pieces(in_order, axis=0, block_size=1):
-        found = scan(piece, limits=limits)
-        smallest = math.inf if found.smallest_nonzero is None else found.smallest_nonzero
-        counts = found.num_elements, found.nan, found.inf, found.zero, 0
-        kinds.append((*counts, found.largest_finite or 0.0, smallest))
-        finite = piece[np.isfinite(piece)] if found.inf else None
+        tallies = scan(piece, limits=limits)
+        smallest = math.inf if tallies.smallest_nonzero is None else tallies.smallest_nonzero
+        counts = tallies.num_elements, tallies.nan, tallies.inf, tallies.zero, 0
+        kinds.append((*counts, tallies.largest_finite or 0.0, smallest))
+        finite = piece[np.isfinite(piece)] if tallies.inf else None
         if finite is not None and finite.size:
             ends.append((float(finite.min()), float(finite.max())))
-        elif finite is None and found.minimum is not None and found.maximum is not None:
-            ends.append((found.minimum, found.maximum))
+        elif finite is None and tallies.minimum is not None and tallies.maximum is not None:
+            ends.append((tallies.minimum, tallies.maximum))
     return dataclasses.replace(
         population_of_parts(kinds),
         minimum=min((low for low, _ in ends), default=None),
@@ -680,51 +690,51 @@ class _ScaledGroups:
         """The boxes into which the array is split."""
         return boxes(self._array.shape, axis=self._axis, block_size=self._block_size, box_size=CHUNK)
 
-    def place(self, box: Box) -> slice | tuple[slice, ...]:
+    def group_index(self, box: Box) -> slice | tuple[slice, ...]:
         """The index of a box's groups in the array of all groups."""
-        return box.place[self._axis] if self._is_channel else box.groups
+        return box.slices[self._axis] if self._is_channel else box.groups
 
     def rows(self, box: Box) -> Floats:
         """The magnitudes of a box, one row for each group."""
         with np.errstate(invalid="ignore"):  # signalling NaN
-            magnitudes = np.abs(self._array[box.place].astype(np.float64, order="C"))
+            magnitudes = np.abs(self._array[box.slices].astype(np.float64, order="C"))
         order = (1, 0, 2, 3) if self._is_channel else (0, 1, 3, 2)
         num_groups = box.shape_OBEI[1] if self._is_channel else box.size // box.shape_OBEI[2]
         return np.ascontiguousarray(magnitudes.reshape(box.shape_OBEI).transpose(order)).reshape(num_groups, -1)
 
-    def look(self, *, keep: bool, threads: int | None) -> tuple[Floats | None, float]:
+    def find_largest(self, *, keeps_groups: bool, threads: int | None) -> tuple[Floats | None, float]:
         """The largest magnitude of each group (None unless `keep`), and the largest magnitude in any metric."""
         shape = grouped_shape(self._array.shape, axis=self._axis, block_size=self._block_size)
-        largest = np.zeros(shape[self._axis] if self._is_channel else shape) if keep else None
+        largest = np.zeros(shape[self._axis] if self._is_channel else shape) if keeps_groups else None
         largest_of_all = 0.0
 
-        def look(box: Box) -> tuple[Box, Floats]:
+        def find_largest(box: Box) -> tuple[Box, Floats]:
             values_GE = self.rows(box)
             if self._is_channel:
                 values_GE[~(values_GE < np.inf)] = 0.0
             return box, values_GE.max(axis=1)
 
-        for box, of_groups in in_batches(look, self.boxes(), threads=threads):
+        for box, group_largest in in_batches(find_largest, self.boxes(), threads=threads):
             if largest is None:
-                largest_of_all = max(largest_of_all, float(of_groups[of_groups < np.inf].max(initial=0.0)))
+                largest_of_all = max(largest_of_all, float(group_largest[group_largest < np.inf].max(initial=0.0)))
             else:
-                kept = largest[self.place(box)]
-                np.maximum(kept, of_groups.reshape(kept.shape), out=kept)
+                box_largest = largest[self.group_index(box)]
+                np.maximum(box_largest, group_largest.reshape(box_largest.shape), out=box_largest)
         if largest is not None:
             largest_of_all = float(largest[largest < np.inf].max(initial=0.0))
         return largest, largest_of_all
 
 
-def _left_out(values_GE: Floats, is_left_out: NDArray[np.bool_]) -> Floats:
+def _exclude(values_GE: Floats, is_excluded: NDArray[np.bool_]) -> Floats:
     """Replace ignored values by zeros, and return the row of the values for `population_of_parts`."""
-    nan = inf = num_left_out = 0
-    if is_left_out.any():
-        left_out = values_GE[is_left_out]
-        nan, inf = int(np.isnan(left_out).sum()), int(np.isinf(left_out).sum())
-        num_left_out = left_out.size
-        values_GE[is_left_out] = 0.0
-    zero = values_GE.size - np.count_nonzero(values_GE) - num_left_out
-    spoiled = num_left_out - nan - inf
+    nan = inf = num_excluded = 0
+    if is_excluded.any():
+        excluded = values_GE[is_excluded]
+        nan, inf = int(np.isnan(excluded).sum()), int(np.isinf(excluded).sum())
+        num_excluded = excluded.size
+        values_GE[is_excluded] = 0.0
+    zero = values_GE.size - np.count_nonzero(values_GE) - num_excluded
+    spoiled = num_excluded - nan - inf
     # Subtracting 1 from the bits makes zeros the largest unsigned integers.
     lowest = (values_GE.view(np.uint64) - np.uint64(1)).min()
     smallest = float((lowest + np.uint64(1)).view(np.float64)) if lowest < np.iinfo(np.uint64).max else math.inf

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ranktape.analyze.numerics.formats import Format, Rounding
 from ranktape.analyze.numerics.histograms.block_histogram import BlockHistogram, count_few_cells
 from ranktape.analyze.numerics.histograms.histogram import Histogram, count_values
-from ranktape.analyze.numerics.pieces import numbers_of
+from ranktape.analyze.numerics.pieces import as_array
 from ranktape.analyze.numerics.quantization.schemes import Scheme
 from ranktape.analyze.numerics.sweeps.legacy import check_legacy, legacy_histogram, legacy_levels, legacy_note
 from ranktape.analyze.numerics.sweeps.metrics import Level, best_level, levels_of, settled
@@ -82,8 +82,8 @@ class ScaleSweep(Population):
     @property
     def recommended(self) -> Level | None:
         """The level with the best score, or one as good by `metrics.settled`; None if there are no levels."""
-        found = self.best(lambda level: level.score)
-        return None if found is None else self.settled(found)
+        best = self.best(lambda level: level.score)
+        return None if best is None else self.settled(best)
 
     @property
     def has_offsets(self) -> bool:
@@ -136,7 +136,7 @@ def sweep_formats(
 
 def sweep_schemes(
     numbers: NDArray[Any] | Histogram | BlockHistogram,
-    wanted: Sequence[tuple[Scheme, SweepMode]],
+    schemes: Sequence[tuple[Scheme, SweepMode]],
     *,
     options: SweepOptions,
     threads: int | None = None,
@@ -147,7 +147,7 @@ def sweep_schemes(
         UsageError: as for `sweep_formats`.
     """
     source = _Source(numbers, options=options, threads=threads)
-    return tuple(source.sweep(scheme, mode) for scheme, mode in wanted)
+    return tuple(source.sweep(scheme, mode) for scheme, mode in schemes)
 
 
 class _Source:
@@ -161,67 +161,67 @@ class _Source:
         self._blocks: dict[int, BlockHistogram | None] = {}
         if isinstance(numbers, Histogram | BlockHistogram):
             return
-        array = numbers_of(numbers)
+        array = as_array(numbers)
         if array.dtype.kind in "iub":
             raise UsageError(f"{array.dtype} values are no floating-point numbers, and no scale is sought for them")
         self._shape = array.shape
-        whole = array.reshape(1) if array.ndim == 0 else array
+        shaped = array.reshape(1) if array.ndim == 0 else array
         # The two parts of a complex number are separate values, along a new first dimension.
-        self._array = _parts(whole) if array.dtype.kind == "c" else whole
+        self._array = _parts(shaped) if array.dtype.kind == "c" else shaped
 
     def sweep(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
         """The sweep of one format."""
         if isinstance(self._counted, BlockHistogram):
-            return self._of_kept_blocks(self._counted, scheme, mode)
+            return self._sweep_stored_blocks(self._counted, scheme, mode)
         if mode is SweepMode.LEGACY:
-            return self._as_legacy(scheme)
+            return self._sweep_legacy(scheme)
         if mode is SweepMode.TENSOR:
-            return self._with_one_scale(scheme)
+            return self._sweep_tensor(scheme)
         if self._counted is not None:
             raise UsageError(
                 f"scales of {mode} for {scheme.name} do not follow from counts of single values: give a format without "
                 "blocks and --sweep-mode tensor, or the values themselves"
             )
-        return self._with_many_scales(scheme, mode)
+        return self._sweep_groups(scheme, mode)
 
-    def _as_legacy(self, scheme: Scheme) -> ScaleSweep:
+    def _sweep_legacy(self, scheme: Scheme) -> ScaleSweep:
         check_legacy(scheme.element, options=self._options)
         counted = self._legacy_histogram
         levels = legacy_levels(counted, target=scheme.element, options=self._options)
-        found = population_of_histogram(counted)
-        note = legacy_note(levels, largest=found.largest)
-        return self._result(found, levels, scheme, SweepMode.LEGACY, legacy_note=note)
+        population = population_of_histogram(counted)
+        note = legacy_note(levels, largest=population.largest)
+        return self._result(population, levels, scheme, SweepMode.LEGACY, legacy_note=note)
 
-    def _with_one_scale(self, scheme: Scheme) -> ScaleSweep:
-        found, target, rounding = self._population, scheme.element, self._options.rounding
-        if not found.largest:
-            return self._result(found, (), scheme, SweepMode.TENSOR)
-        exponents = self._options.exponents(largest=found.largest, smallest=found.smallest, target=target)
+    def _sweep_tensor(self, scheme: Scheme) -> ScaleSweep:
+        population, target, rounding = self._population, scheme.element, self._options.rounding
+        if not population.largest:
+            return self._result(population, (), scheme, SweepMode.TENSOR)
+        exponents = self._options.exponents(largest=population.largest, smallest=population.smallest, target=target)
         if self._is_countable:
             values, counts = self._histogram.magnitudes()
             sums = sums_of_pairs(values, counts=counts, exponents=exponents, target=target, rounding=rounding)
         else:
             sums = sums_of_values(
                 self._array,
-                largest=found.largest,
+                largest=population.largest,
                 exponents=exponents,
                 target=target,
                 rounding=rounding,
                 threads=self._threads,
             )
-        return self._result(found, levels_of(sums, exponents=exponents.tolist()), scheme, SweepMode.TENSOR)
+        return self._result(population, levels_of(sums, exponents=exponents.tolist()), scheme, SweepMode.TENSOR)
 
-    def _with_many_scales(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
+    def _sweep_groups(self, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
         ends = self._population
         num_dims, axis = max(len(self._shape), 1), self._options.axis
         if not -num_dims <= axis < num_dims:
             raise UsageError(f"--axis {axis} is not one of a tensor of shape {self._shape}")
         from_front = axis % num_dims + self._array.ndim - num_dims
         if self._is_countable and mode is SweepMode.MX and not scheme.has_tensor_scale:
-            blocks = self._blocks_of(scheme.block_size, axis=from_front)
-            if blocks is not None and blocks.answers(self._options.rule, scheme.element):
-                return self._of_blocks(blocks, scheme, ends)
-        sums, found = sums_of_groups(
+            blocks = self._count_blocks(scheme.block_size, axis=from_front)
+            if blocks is not None and blocks.supports(self._options.rule, scheme.element):
+                return self._sweep_blocks(blocks, scheme, ends)
+        sums, population = sums_of_groups(
             self._array,
             largest=ends.largest,
             scheme=scheme,
@@ -230,23 +230,23 @@ class _Source:
             threads=self._threads,
         )
         offsets = self._options.offsets().astype(np.float64).tolist()
-        levels = levels_of(sums, exponents=offsets) if found.largest else ()
-        return self._result(_with_ends(found, ends), levels, scheme, mode)
+        levels = levels_of(sums, exponents=offsets) if population.largest else ()
+        return self._result(_with_extremes(population, ends), levels, scheme, mode)
 
-    def _of_kept_blocks(self, blocks: BlockHistogram, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
+    def _sweep_stored_blocks(self, blocks: BlockHistogram, scheme: Scheme, mode: SweepMode) -> ScaleSweep:
         if mode is not SweepMode.MX or scheme.has_tensor_scale or blocks.block_size != scheme.block_size:
-            asked = scheme.name if mode is SweepMode.MX else f"mode {mode}"
+            requested = scheme.name if mode is SweepMode.MX else f"mode {mode}"
             raise UsageError(
-                f"counts of blocks of {blocks.block_size} do not answer {asked} with blocks of {scheme.block_size}: "
-                "give --sweep-mode mx and that block size, or the values themselves"
+                f"counts of blocks of {blocks.block_size} are not sufficient for {requested} with blocks of "
+                f"{scheme.block_size}: give --sweep-mode mx and that block size, or the values themselves"
             )
-        return self._of_blocks(blocks, scheme, None)
+        return self._sweep_blocks(blocks, scheme, None)
 
-    def _of_blocks(self, blocks: BlockHistogram, scheme: Scheme, ends: Population | None) -> ScaleSweep:
-        found, options = population_of_blocks(blocks), self._options
+    def _sweep_blocks(self, blocks: BlockHistogram, scheme: Scheme, ends: Population | None) -> ScaleSweep:
+        population, options = population_of_blocks(blocks), self._options
         levels: tuple[Level, ...] = ()
         offsets = options.offsets()
-        if found.largest:
+        if population.largest:
             sums = sums_of_blocks(
                 blocks,
                 element=scheme.element,
@@ -256,11 +256,11 @@ class _Source:
                 scale_bits=options.bits,
             )
             levels = levels_of(sums, exponents=offsets.astype(np.float64).tolist())
-        return self._result(_with_ends(found, ends), levels, scheme, SweepMode.MX)
+        return self._result(_with_extremes(population, ends), levels, scheme, SweepMode.MX)
 
     def _result(
         self,
-        found: Population,
+        population: Population,
         levels: tuple[Level, ...],
         scheme: Scheme,
         mode: SweepMode,
@@ -268,7 +268,7 @@ class _Source:
         legacy_note: str = "",
     ) -> ScaleSweep:
         return ScaleSweep(
-            **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+            **{field.name: getattr(population, field.name) for field in dataclasses.fields(population)},
             scheme=scheme,
             mode=mode,
             options=self._options,
@@ -294,7 +294,7 @@ class _Source:
     def _population(self) -> Population:
         return population_of_histogram(self._histogram) if self._is_countable else population_of_values(self._array)
 
-    def _blocks_of(self, block_size: int, *, axis: int) -> BlockHistogram | None:
+    def _count_blocks(self, block_size: int, *, axis: int) -> BlockHistogram | None:
         if block_size not in self._blocks:
             self._blocks[block_size] = count_few_cells(
                 self._array, axis=axis, block_size=block_size, threads=self._threads, max_cells=MAX_CELLS
@@ -302,9 +302,9 @@ class _Source:
         return self._blocks[block_size]
 
 
-def _with_ends(found: Population, ends: Population | None) -> Population:
+def _with_extremes(population: Population, ends: Population | None) -> Population:
     """The population with `minimum` and `maximum` of `ends`, which counts of magnitudes lack; unchanged if None."""
-    return found if ends is None else dataclasses.replace(found, minimum=ends.minimum, maximum=ends.maximum)
+    return population if ends is None else dataclasses.replace(population, minimum=ends.minimum, maximum=ends.maximum)
 
 
 def _parts(array: NDArray[Any]) -> NDArray[Any]:

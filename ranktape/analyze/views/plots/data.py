@@ -24,7 +24,7 @@ from ranktape.analyze.engine.values import View, viewed_dtype
 from ranktape.analyze.identity import SampleName, places_of, quant_types, sample_names
 from ranktape.analyze.numerics.digest import SAMPLE_METRICS
 from ranktape.analyze.numerics.recipes.recipe import Recipe
-from ranktape.analyze.replays.calls import RecordedCalls, calls_of
+from ranktape.analyze.replays.calls import RecordedCalls, select_calls
 from ranktape.analyze.replays.replayed import Replayed, replay_calls
 from ranktape.analyze.views.plots.style import plain
 from ranktape.errors import NoRecordsError
@@ -234,7 +234,7 @@ class PlotData:
     @functools.cached_property
     def calls(self) -> RecordedCalls:
         """The calls of layers whose products can be computed again, according to the catalogue."""
-        return calls_of(self.records)
+        return select_calls(self.records)
 
     @functools.cached_property
     def replayed(self) -> Replayed:

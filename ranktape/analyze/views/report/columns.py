@@ -22,7 +22,7 @@ from ranktape.analyze.findings.survey import SITE, group_medians, row_codes
 from ranktape.analyze.numerics.products import RECORDED
 from ranktape.analyze.numerics.sweeps.options import SweepOptions
 from ranktape.analyze.questions.sweep import parse_jobs
-from ranktape.analyze.replays.calls import places_in
+from ranktape.analyze.replays.calls import rows_in_selection
 from ranktape.errors import RanktapeError
 from ranktape.storage.places.failures import printable
 
@@ -286,7 +286,7 @@ def recipe_map(records: Records, replayed: Replayed, recipes: Sequence[Recipe]) 
     if not cells:
         return None
     members: dict[str, set[int]] = {row: set() for row in cells}
-    for call, own in zip(replayed.calls.calls, places_in(records, replayed.calls), strict=True):
+    for call, own in zip(replayed.calls.calls, rows_in_selection(records, replayed.calls), strict=True):
         members.get(name_of([call.field(field) for field in fields]), set()).update(own)
     names = [*replayed.recipes, *([RECORDED] if RECORDED in replayed.names else [])]
     columns = [(group.key["product"], recipe) for group in replayed.groups(["product"]) for recipe in names]

@@ -19,7 +19,7 @@ from ranktape._version import __version__
 from ranktape.analyze.console import write_whole, writing
 from ranktape.analyze.engine.engine import Engine, next_step, steps
 from ranktape.analyze.engine.values import View
-from ranktape.analyze.numerics.recipes.words import RecipeWord, parse_recipes
+from ranktape.analyze.numerics.recipes.words import RecipeSource, parse_recipes
 from ranktape.analyze.questions.sweep import parse_jobs
 from ranktape.analyze.replays.replayed import replay_calls
 from ranktape.analyze.views import (
@@ -72,7 +72,7 @@ def write_report(
     output: Path | str,
     view: View | None = None,
     format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
-    recipe: RecipeWord | Sequence[RecipeWord] = (),
+    recipe: RecipeSource | Sequence[RecipeSource] = (),
     url: str = "",
     scope: str = "",
     environment: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ def model_of(
     *,
     view: View,
     format: Sequence[str] = FORMATS,  # noqa: A002 - the option's name
-    recipe: RecipeWord | Sequence[RecipeWord] = (),
+    recipe: RecipeSource | Sequence[RecipeSource] = (),
     comparison: Comparison | None = None,
     engine: Engine | None = None,
     **about: Any,
