@@ -153,15 +153,6 @@ Cells = tuple[NDArray[np.uint16], NDArray[np.int64]]
 NO_CELLS: Cells = np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=np.int64)
 
 
-class Counted(NamedTuple):
-    """The counts of each row."""
-
-    blocks: NDArray[np.int64]
-    """Number of blocks of each row."""
-    cells: dict[int, Cells]
-    """The cells of each row that has blocks, except row 0, which has only zeros."""
-
-
 def count_in_tables(
     array: NDArray[Any],
     *,
@@ -170,8 +161,10 @@ def count_in_tables(
     dtype: np.dtype[Any],
     threads: int | None,
     max_cells: int | None = None,
-) -> Counted | None:
-    """Count the values of an array with at least one dimension, converted to `dtype`; None if they exceed `max_cells`.
+) -> tuple[NDArray[np.int64], dict[int, Cells]] | None:
+    """The number of blocks of each row, and the cells of each row that has blocks, except row 0; None if too many.
+
+    The array has at least one dimension. Its values are converted to `dtype`. At most `max_cells` are counted.
 
     Raises:
         UsageError: a block has too many elements for its counts, or `threads` is less than 1.
@@ -210,7 +203,7 @@ def count_in_tables(
         num_cells += occurring.size
         if max_cells is not None and num_cells > max_cells:
             return None
-    return Counted(blocks=blocks, cells=cells)
+    return blocks, cells
 
 
 def _patterns(part: NDArray[Any], *, dtype: np.dtype[Any]) -> NDArray[np.int16]:
@@ -341,7 +334,7 @@ def count_few_cells(
     if counted is None:
         return None
     axis_from_end = str(from_front - shaped.ndim)
-    return build_histogram(counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=array.size)
+    return _build_histogram(*counted, dtype=dtype, axis=axis_from_end, block_size=block_size, num_elements=array.size)
 
 
 @functools.cache
@@ -356,20 +349,26 @@ def _counted_dtype(stored: np.dtype[Any], rounded_to: np.dtype[Any] | None) -> n
     return dtype if row.itemsize == HALF_NBYTES else _BFLOAT16
 
 
-def build_histogram(
-    counted: Counted, *, dtype: np.dtype[Any], axis: str, block_size: int, num_elements: int
+def _build_histogram(
+    blocks: NDArray[np.int64],
+    cells: dict[int, Cells],
+    *,
+    dtype: np.dtype[Any],
+    axis: str,
+    block_size: int,
+    num_elements: int,
 ) -> BlockHistogram:
-    """The histogram of the counts of rows. Removes the cells from `counted`."""
+    """The histogram of the counts of rows. Removes the cells from `cells`."""
     rows = rows_of(dtype)
     last = rows.ends.size - 1
-    spoiled_magnitudes, spoiled_counts = counted.cells.pop(last, NO_CELLS)
-    row_ids = sorted(counted.cells)
-    sizes = [counted.cells[row][0].size for row in row_ids]
+    spoiled_magnitudes, spoiled_counts = cells.pop(last, NO_CELLS)
+    row_ids = sorted(cells)
+    sizes = [cells[row][0].size for row in row_ids]
     magnitudes, counts = np.empty(sum(sizes), dtype=np.uint16), np.empty(sum(sizes), dtype=np.int64)
     end = 0
     for row, size in zip(row_ids, sizes, strict=True):
         # Rows are removed one by one, because two copies of all cells could take more memory than the tables.
-        magnitudes[end : end + size], counts[end : end + size] = counted.cells.pop(row)
+        magnitudes[end : end + size], counts[end : end + size] = cells.pop(row)
         end += size
     return BlockHistogram(
         dtype=dtype,
@@ -380,10 +379,10 @@ def build_histogram(
         classes=np.repeat(rows.classes[row_ids], sizes),
         magnitudes=magnitudes,
         counts=counts,
-        num_blocks=int(counted.blocks.sum()),
-        zero_blocks=int(counted.blocks[0]),
+        num_blocks=int(blocks.sum()),
+        zero_blocks=int(blocks[0]),
         zero_elements=num_elements - int(counts.sum()) - int(spoiled_counts.sum()),
-        spoiled_blocks=int(counted.blocks[last]),
+        spoiled_blocks=int(blocks[last]),
         spoiled=int(spoiled_counts[spoiled_magnitudes < rows.infinity].sum()),
         nan=int(spoiled_counts[spoiled_magnitudes > rows.infinity].sum()),
         inf=int(spoiled_counts[spoiled_magnitudes == rows.infinity].sum()),
