@@ -246,9 +246,9 @@ def test_another_run_at_the_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     with pytest.raises(RunExistsError, match=r"is not empty .*'thesis\.tex'"):
         copy_run(source, open_backend(tmp_path / "full"))
-    with pytest.raises(UsageError, match="or lies in"):
+    with pytest.raises(UsageError, match="overlaps with"):
         copy_run(source, open_backend(tmp_path / "run" / "copy"))
-    with pytest.raises(UsageError, match="or lies in"):
+    with pytest.raises(UsageError, match="overlaps with"):
         copy_run(source, open_backend(tmp_path / "run"))
     with pytest.raises(RunNotFoundError):
         copy_run(open_backend(tmp_path / "nothing"), open_backend(tmp_path / "copy"))
