@@ -149,7 +149,7 @@ def test_elements_that_a_recipe_spoils_are_counted(tmp_path: Path) -> None:
 def test_wrong_questions(plain: Run) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"recipe": "nvfp"}, "recipe 'nvfp' is not known: did you mean nvfp4"),
-        ({"recipe": []}, "names nothing"),
+        ({"recipe": []}, "has an empty name"),
         ({"product": "outputs"}, "--product 'outputs' is not a product of a linear layer: did you mean output"),
         ({"by": ["operation"]}, "--by operation is a field of tensors, but rows are products: use --by product"),
         ({"by": "rank"}, "'rank' is a text, not a list of fields"),
