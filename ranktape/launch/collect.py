@@ -311,9 +311,9 @@ class _Trainings:
         write_table(table)
         comparison = Comparison(
             table=table,
-            said=f"SQNR in dB of each product against {first}, in the first iteration that both recorded; the colours "
-            f"change at {TARGET_SQNR:g} dB. Errors accumulate through the layers: 'ranktape analyze replay' gives the "
-            "error of each product by itself.",
+            explanation=f"SQNR in dB of each product against {first}, in the first iteration that both recorded; the "
+            f"colours change at {TARGET_SQNR:g} dB. Errors accumulate through the layers: 'ranktape analyze replay' "
+            "gives the error of each product by itself.",
             sqnr={(*site, tag): value for tag, by_site in sqnr.items() for site, value in by_site.items()},
             target_sqnr=TARGET_SQNR,
             losses=losses,

@@ -231,7 +231,7 @@ def test_of_too_many_records_some_of_each_tensor_are_looked_at(tmp_path: Path, m
     """One of each tensor of the model, before a second of any; what a finding names comes first."""
     records = store(tmp_path, model_tensors(num_ranks=3, iterations=(0, 1))).select()
     everything = binades_of(model_of(records))
-    monkeypatch.setattr(columns, "MAX_LOOKED_AT", 20)
+    monkeypatch.setattr(columns, "MAX_HISTOGRAMS", 20)
     finding = Finding(kind="x", severity=Severity.LOW, score=1.0, title="t", evidence="e", where={}, places=(107,))
     model = model_of(records, findings=[finding])
     found = binades_of(model)
@@ -242,7 +242,7 @@ def test_of_too_many_records_some_of_each_tensor_are_looked_at(tmp_path: Path, m
     assert any("not tried on 88 records" in text for text in model.left_out)
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_SWEPT_NBYTES", 18 * 512), ("MAX_TRIED", 18)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_SWEPT_NBYTES", 18 * 512), ("MAX_SWEPT", 18)])
 def test_what_is_too_large_to_sweep_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
@@ -385,7 +385,7 @@ def test_a_comparison_with_a_training_that_diverged_has_a_page(run: Run) -> None
     table = Table(title="t", columns=(Column(name="quant_type", kind=Kind.TEXT),), rows=(("bf16",), ("mxfp4",)))
     comparison = Comparison(
         table=table,
-        said="against bf16",
+        explanation="against bf16",
         sqnr={
             ("a", "output", "mxfp4"): -math.inf,
             ("a", "grad_input", "mxfp4"): math.inf,

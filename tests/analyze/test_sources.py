@@ -225,7 +225,7 @@ def test_two_captures_are_compared_over_their_quant_types(tmp_path: Path) -> Non
         return store(tmp_path / quant_type, tensors).select()
 
     (one,) = differences_of(unite({name: capture(name) for name in ("hifp8", "mxfp8")}), engine=Engine())
-    assert one.said.startswith("No divergence")
+    assert one.explanation.startswith("No divergence")
     assert "--pair quant_type=hifp8:mxfp8" in one.command
 
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_said(parent: Path) -> None:
     records = open_run(parent / "bf16").select()
     parts = {"one": records.select(layer_idx=0), "two": records.select(layer_idx=1)}
     (one,) = differences_of(unite(parts), engine=Engine())
-    assert one.said.startswith("They cannot be compared: ")
+    assert one.explanation.startswith("They cannot be compared: ")
     assert (one.cells, one.command) == ((), "")
     assert list(differences_of(records, engine=Engine())) == []
 

@@ -84,19 +84,19 @@ def check_destination(to: str, **given: object) -> None:
 class Exported:
     """The result of an export."""
 
-    place: str
+    path: str
     """Path of the file."""
     what: str
     """Text with the number of exported items."""
-    is_kept: bool
+    already_exists: bool
     """Whether the file already existed with the same content."""
     next_step: str
     """The command that opens the file."""
 
     def message(self) -> str:
         """The message for the user: the result and the next step."""
-        kept = "; it already exists" if self.is_kept else ""
-        return f"{self.place}: {self.what}{kept}\n{self.next_step}"
+        kept = "; it already exists" if self.already_exists else ""
+        return f"{self.path}: {self.what}{kept}\n{self.next_step}"
 
 
 def export_view(
@@ -148,12 +148,12 @@ def export_view(
         next_step = f"to view it: tensorboard --logdir {shlex.quote(target)}"
     with writing(path, what="export", option="folder"):
         is_there = path.is_file()
-        is_kept = is_there and path.stat().st_size == len(data) and path.read_bytes() == data
-    if is_there and not (is_kept or overwrite):
+        already_exists = is_there and path.stat().st_size == len(data) and path.read_bytes() == data
+    if is_there and not (already_exists or overwrite):
         raise UsageError(f"{path} already exists with other content: add --overwrite, or choose another folder")
-    if not is_kept:
+    if not already_exists:
         write_whole(path, data, what="export", option="folder")
-    return Exported(place=str(path), what=what, is_kept=is_kept, next_step=next_step)
+    return Exported(path=str(path), what=what, already_exists=already_exists, next_step=next_step)
 
 
 def _folder(target: str) -> Path:

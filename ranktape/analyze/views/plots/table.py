@@ -112,7 +112,7 @@ class Plot:
             return replace(self, title=about, options={**self.options, "field": fields[0]}, needs=(several(fields[0]),))
         return replace(self, title=about, by=tuple(fields), needs=(several(fields[0]), *self.needs))
 
-    def says(self, title: str, sentence: str) -> Plot:
+    def described(self, title: str, sentence: str) -> Plot:
         """The plot with a title, and a description for the index."""
         return replace(self, title=title, sentence=sentence)
 
@@ -146,16 +146,16 @@ def several(field: str) -> Need:
 
 def several_samples(data: PlotData) -> str:
     """Require at least two samples, by name and rank, of tensors with stored values."""
-    found = data.kept_samples()
-    if not found:
+    samples = data.kept_samples()
+    if not samples:
         return "no tensor has samples with stored values"
-    return "" if len(found) > 1 else "there is only one sample"
+    return "" if len(samples) > 1 else "there is only one sample"
 
 
 def several_backward(data: PlotData) -> str:
     """Require backward records of at least two layer types."""
-    found = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
-    return "" if len(found) > 1 else f"backward records have only one layer type: {_plain(found.pop())}"
+    layer_types = set(data.column("layer_type")[data.mask(operation="backward")].tolist())
+    return "" if len(layer_types) > 1 else f"backward records have only one layer type: {_plain(layer_types.pop())}"
 
 
 def two_types(data: PlotData) -> str:
@@ -241,11 +241,11 @@ REPLAYED = "replay_analysis"
 
 _BY_FOLDER = {
     "distributions": {
-        "distribution_by_phase": plot("distributions.distributions", "phase", "operation").says(
+        "distribution_by_phase": plot("distributions.distributions", "phase", "operation").described(
             "Distribution by phase",
             "Values before and after an operation: shape in units of the standard deviation, and range in binades.",
         ),
-        "distribution_by_batch_size": plot("distributions.distributions", "batch_size", "operation").says(
+        "distribution_by_batch_size": plot("distributions.distributions", "batch_size", "operation").described(
             "Distribution by batch size", "Values of tensors with each number of samples: shape and range."
         ),
     },
@@ -255,30 +255,30 @@ _BY_FOLDER = {
             needs=(several_samples if field == "sample" else several(field),),
             field=field,
             metric=metric,
-        ).says(f"{title} by layer and {field}", f"For each layer and {field}, forward and backward: {what}.")
+        ).described(f"{title} by layer and {field}", f"For each layer and {field}, forward and backward: {what}.")
         for field in ("rank", "iteration", "sample")
         for metric, (title, what) in _OF_CELLS.items()
         if (field, metric) != ("sample", "underflow")
     },
     "comparisons": {
-        "neighbouring_layers": plot("lines.neighbouring_layers", "operation", needs=(two_layers,)).says(
+        "neighbouring_layers": plot("lines.neighbouring_layers", "operation", needs=(two_layers,)).described(
             "Each layer against the one before it",
             "Factor by which the standard deviation and absmax grow from each layer to the next, and the "
             "distance of the distributions.",
         ),
-        "sample_differences": plot("lines.sample_differences", needs=(several_samples,)).says(
+        "sample_differences": plot("lines.sample_differences", needs=(several_samples,)).described(
             "Samples against the median sample",
             "For each sample, the absmax relative to that of the median sample of the same tensor: mean "
             "and range over tensors.",
         ),
     },
     "statistics": {
-        "statistics_by_tensor": plot("bars.boxes", "tensor_name").says(
+        "statistics_by_tensor": plot("bars.boxes", "tensor_name").described(
             "Statistics by tensor", "Box plots over tensors of each name: mean, standard deviation, absmax, kurtosis."
         ),
         "statistics_by_iteration": plot(
             "lines.lines", "operation", needs=(several("iteration"),), field="iteration", panels="losses"
-        ).says(
+        ).described(
             "Statistics over iterations",
             "Lines over iterations: standard deviation, absmax, overflow and underflow, forward and backward.",
         ),
@@ -288,7 +288,7 @@ _BY_FOLDER = {
             *("distributions.distributions", "layer_type", "operation"),
             of={"layer_type": ["attention", "linear"]},
             needs=(LINEAR, ATTENTION),
-        ).says(
+        ).described(
             "Attention against linear",
             "Values of attention and of linear layers, forward and backward: shape and range.",
         ),
@@ -296,43 +296,47 @@ _BY_FOLDER = {
             *("distributions.distributions", "tensor_name", "operation"),
             of={"layer_type": "attention"},
             needs=(ATTENTION,),
-        ).says("Tensors of attention", "Values of query, key, value, output and their gradients: shape and range."),
+        ).described(
+            "Tensors of attention", "Values of query, key, value, output and their gradients: shape and range."
+        ),
     },
     "quantization_analysis": {
-        "sweep_panels": plot("bars.sweep", needs=(a_scale,), reads_values=True).says(
+        "sweep_panels": plot("bars.sweep", needs=(a_scale,), reads_values=True).described(
             "Losses by scale",
             "Six panels: the metrics of a sweep over the scales of the tensor with the widest range.",
         ),
     },
     "layer_analysis": {
-        "layer_binades": plot("heat_maps.binade_map").says(
+        "layer_binades": plot("heat_maps.binade_map").described(
             "Range of the values of each layer",
             "For each layer, the share of its values in each binade, with the ranges of formats below.",
         ),
-        "layer_statistics": plot("lines.lines", "layer_type", "operation", field="layer_idx", panels="shapes").says(
+        "layer_statistics": plot(
+            "lines.lines", "layer_type", "operation", field="layer_idx", panels="shapes"
+        ).described(
             "Statistics by layer",
             "Lines over layers for each layer type: standard deviation, absmax, kurtosis and range in binades.",
         ),
     },
     "overflow_analysis": {
-        "overflow": plot("lines.lines", "layer_type", field="layer_idx", panels="overflow").says(
+        "overflow": plot("lines.lines", "layer_type", field="layer_idx", panels="overflow").described(
             "Overflow and underflow by layer",
             "Share of the elements of each layer and layer type that overflow and underflow, and its worst tensor.",
         ),
-        "overflow_by_quant_type": plot("bars.loss_bars", "quant_type").says(
+        "overflow_by_quant_type": plot("bars.loss_bars", "quant_type").described(
             "Overflow and underflow by quant type",
             "Bars: share of all elements of each quant type beyond the upper and the lower limit, and below "
             "the smallest normal value.",
         ),
-        "overflow_by_layer_type": plot("bars.loss_bars", "layer_type", "operation").says(
+        "overflow_by_layer_type": plot("bars.loss_bars", "layer_type", "operation").described(
             "Overflow and underflow by layer type",
             "Bars: the same for each layer type, separately for forward and backward.",
         ),
-        "overflow_upper_lower": plot("bars.upper_against_lower", "layer_type").says(
+        "overflow_upper_lower": plot("bars.upper_against_lower", "layer_type").described(
             "Upper against lower overflow",
             "Each point is a tensor: its share beyond the positive limit against that beyond the negative one.",
         ),
-        "overflow_histogram": plot("bars.ratio_histogram").says(
+        "overflow_histogram": plot("bars.ratio_histogram").described(
             "Tensors by overflow ratio",
             "Tensors counted by their overflow ratio, and by their underflow ratio.",
         ),
@@ -340,52 +344,52 @@ _BY_FOLDER = {
     "fp8_analysis": {
         "fp8_distributions": plot(
             *("distributions.distributions", "quant_type", "operation"), of=of_two_types, needs=(two_types,)
-        ).says(
+        ).described(
             "Distributions of two quant types",
             "HiFP8 against MXFP8 (or the two most frequent quant types): shape and range.",
         ),
         "fp8_statistics": plot(
             "bars.boxes", "quant_type", "operation", of=of_two_types, needs=(two_types,), panels="ends"
-        ).says(
+        ).described(
             "Statistics of two quant types",
             "Box plots of mean, standard deviation, minimum and maximum over tensors of both quant types.",
         ),
         "fp8_scatter": plot(
             "bars.pairs", "quant_type", of=of_two_types, needs=(two_types, matched_pairs), reads_values=True
-        ).says(
+        ).described(
             "The same tensor in two quant types",
             "Values of one against those of the other, element by element, and the correlation of each tensor.",
         ),
         "fp8_normal_fit": plot(
             "distributions.normal_fit", "quant_type", "operation", of=of_two_types, needs=(two_types,)
-        ).says(
+        ).described(
             "Normal fit of two quant types",
             "Quantiles of both quant types against those of a normal distribution, and the distance between them.",
         ),
     },
     "bf16_analysis": {
-        "bf16_raw": plot("distributions.densities", "operation", **IN_BF16, panels=("raw",)).says(
+        "bf16_raw": plot("distributions.densities", "operation", **IN_BF16, panels=("raw",)).described(
             "Raw distribution of BF16", "Density of the values as they are, forward and backward."
         ),
-        "bf16_density": plot("distributions.densities", "operation", **IN_BF16, panels=("normalised",)).says(
+        "bf16_density": plot("distributions.densities", "operation", **IN_BF16, panels=("normalised",)).described(
             "Density of BF16 normalised to [0, 1]",
             "The same values scaled to [0, 1], and the density relative to its largest value.",
         ),
         "bf16_raw_against_normalised": plot(
             "distributions.densities", "operation", **IN_BF16, panels=("raw", "normalised", "both")
-        ).says(
+        ).described(
             "Raw against normalised density of BF16",
             "Both densities of the same bins, side by side and one against the other.",
         ),
-        "bf16_statistics": plot("bars.boxes", "layer_type", "operation", **IN_BF16, panels="shapes").says(
+        "bf16_statistics": plot("bars.boxes", "layer_type", "operation", **IN_BF16, panels="shapes").described(
             "Variance, skewness and kurtosis of BF16", "Box plots over BF16 tensors, by layer type and operation."
         ),
     },
     "backward_analysis": {
-        "forward_against_backward": plot("distributions.distributions", "operation", needs=(BACKWARD, FORWARD)).says(
-            "Forward against backward", "Values of forward and backward: shape and range."
-        ),
-        "backward_statistics": plot("bars.boxes", "operation", needs=(BACKWARD, FORWARD)).says(
+        "forward_against_backward": plot(
+            "distributions.distributions", "operation", needs=(BACKWARD, FORWARD)
+        ).described("Forward against backward", "Values of forward and backward: shape and range."),
+        "backward_statistics": plot("bars.boxes", "operation", needs=(BACKWARD, FORWARD)).described(
             "Statistics of forward and backward", "Box plots over tensors of forward and backward."
         ),
         "backward_by_layer_type": plot(
@@ -393,20 +397,20 @@ _BY_FOLDER = {
             "layer_type",
             of={"operation": "backward"},
             needs=(BACKWARD, several_backward),
-        ).says("Backward by layer type", "Values of backward of each layer type: shape and range."),
-        "gradients": plot("distributions.occupancy", "tensor_name", of=of_gradients, needs=(some_gradient,)).says(
+        ).described("Backward by layer type", "Values of backward of each layer type: shape and range."),
+        "gradients": plot("distributions.occupancy", "tensor_name", of=of_gradients, needs=(some_gradient,)).described(
             "Range of gradients and of formats",
             "Share of the values of each gradient in each binade, with the ranges of formats below.",
         ),
     },
     "rank_analysis": {
-        "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).says(
+        "rank_deviation": plot("heat_maps.rank_deviation", needs=(several("rank"),)).described(
             "Each rank against the median rank",
             "For each layer and rank, the absmax relative to the median rank, for the most extreme tensor.",
         ),
     },
     REPLAYED: {
-        "replay_modules": plot("heat_maps.recipe_map", needs=(a_product,), reads_values=True).says(
+        "replay_modules": plot("heat_maps.recipe_map", needs=(a_product,), reads_values=True).described(
             "SQNR of each product by module and recipe",
             "For each product of each module, the signal-to-noise ratio in each recipe, over all calls.",
         ),

@@ -120,14 +120,14 @@ def write_plots(
         UsageError: the view is of values as captured, but a record stores values that are already rounded.
     """
     data = PlotData(records, target=target or default_target(records), view=view, recipes=recipes, engine=engine)
-    wanted = list(PLOTS.values()) if kinds is None else list(kinds)
-    for name in FOLDERS if kinds is None else sorted({kind.folder for kind in wanted}):
+    plots = list(PLOTS.values()) if kinds is None else list(kinds)
+    for name in FOLDERS if kinds is None else sorted({kind.folder for kind in plots}):
         with writing(folder / name):
             (folder / name).mkdir(parents=True, exist_ok=True)
-    reasons = _reasons(wanted, data)
-    drawn = tuple(kind for kind in wanted if not reasons[kind.name])
+    reasons = _reasons(plots, data)
+    drawn = tuple(kind for kind in plots if not reasons[kind.name])
     left_out = tuple(
-        (kind, why + (OLDER if (folder / kind.path).exists() else "")) for kind in wanted if (why := reasons[kind.name])
+        (kind, why + (OLDER if (folder / kind.path).exists() else "")) for kind in plots if (why := reasons[kind.name])
     )
     is_shown = engine is not None and engine.show_progress
     with steps(len(drawn)), _drawing(data, drawn, folder=folder) as draw:
@@ -136,8 +136,8 @@ def write_plots(
                 draw(kind)
             on_plot(folder / kind.path)
     written = Written(drawn=drawn, left_out=left_out, notes=_notes(data, is_named=target is not None))
-    place = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
-    _write_index(written, folder, source=place, subject=subject_line(data))
+    location = source or str(records[0].path).split("/attempt_", maxsplit=1)[0]
+    _write_index(written, folder, source=location, subject=subject_line(data))
     return written
 
 
@@ -151,13 +151,13 @@ def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator
     Raises:
         WorkersError: a process was killed.
     """
-    apart = [kind for kind in kinds if not kind.reads_values]
-    num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(apart) // MIN_SHARE)
+    forkable = [kind for kind in kinds if not kind.reads_values]
+    num_processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(forkable) // MIN_SHARE)
     if num_processes < 2:  # noqa: PLR2004 - one process is this one
         yield lambda kind: _draw(data, kind, folder)
         return
     _ = data.passed  # computed before the fork, for all processes
-    _forked.update({kind.name: functools.partial(_draw, data, kind, folder) for kind in apart})
+    _forked.update({kind.name: functools.partial(_draw, data, kind, folder) for kind in forkable})
     with warnings.catch_warnings():
         # Python 3.12 warns about threads, but they belong to libraries that the forks do not use.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -168,7 +168,7 @@ def _drawing(data: PlotData, kinds: Sequence[Plot], *, folder: Path) -> Iterator
             initargs=(signal.SIGINT, signal.SIG_IGN),  # the parent handles Ctrl-C
         )
         try:
-            waiting = {kind.name: pool.submit(_draw_forked, kind.name) for kind in apart}
+            waiting = {kind.name: pool.submit(_draw_forked, kind.name) for kind in forkable}
             yield lambda kind: waiting[kind.name].result() if kind.name in waiting else _draw(data, kind, folder)
         except BrokenProcessPool as error:
             raise WorkersError("a process that draws plots was killed, or there was not enough memory") from error
@@ -189,11 +189,11 @@ def _draw(data: PlotData, kind: Plot, folder: Path) -> None:
     write_whole(folder / kind.path, plot_bytes(kind.draw(data)))
 
 
-def _reasons(wanted: Sequence[Plot], data: PlotData) -> dict[str, str]:
+def _reasons(plots: Sequence[Plot], data: PlotData) -> dict[str, str]:
     """The reason why each plot is left out, by name; empty for plots to draw."""
-    reasons = {kind.name: kind.missing(data) for kind in wanted}
+    reasons = {kind.name: kind.missing(data) for kind in plots}
     # Draws the last of several plots that show the same, because later folders have more specific names.
-    contents = {kind.name: kind.content(data) for kind in wanted if not reasons[kind.name]}
+    contents = {kind.name: kind.content(data) for kind in plots if not reasons[kind.name]}
     shown = {content: name for name, content in contents.items()}
     for name, content in contents.items():
         if content is not None and shown[content] != name:
@@ -210,7 +210,7 @@ def _write_index(written: Written, folder: Path, *, source: str, subject: str) -
     def entry(kind: Plot, **more: str) -> dict[str, str]:
         return {"kind": kind.name, "path": kind.path, "title": kind.title, **more}
 
-    def said(name: str, text: str) -> list[str]:
+    def entry_lines(name: str, text: str) -> list[str]:
         return [f"  {name}", *textwrap.wrap(text, 96, initial_indent="      ", subsequent_indent="      ")]
 
     document: dict[str, Any] = {
@@ -225,9 +225,13 @@ def _write_index(written: Written, folder: Path, *, source: str, subject: str) -
     for name in FOLDERS:
         drawn = [kind for kind in written.drawn if kind.folder == name]
         if drawn:
-            lines += [f"{name}/", *(line for kind in drawn for line in said(f"{kind.name}.png", kind.sentence)), ""]
+            lines += [
+                f"{name}/",
+                *(line for kind in drawn for line in entry_lines(f"{kind.name}.png", kind.sentence)),
+                "",
+            ]
     if left_out:
-        lines += ["Left out", *(line for kind, reason in left_out for line in said(kind.path, reason)), ""]
+        lines += ["Left out", *(line for kind, reason in left_out for line in entry_lines(kind.path, reason)), ""]
     text = "\n".join([*lines, *written.notes]).rstrip() + "\n"
     write_whole(folder / README, text.encode(errors="replace"))
 
@@ -239,12 +243,12 @@ def _notes(data: PlotData, *, is_named: bool) -> tuple[str, ...]:
     if data.num_left_out:
         notes.append(f"{data.num_left_out:,} records of integers or bool are in no plot.")
     # Uses the results of the pass over values only if a plot has needed them.
-    found = vars(data).get("passed")
-    if found is not None and found.num_without_values:
-        count = f"{found.num_without_values:,}"
+    results = vars(data).get("passed")
+    if results is not None and results.num_without_values:
+        count = f"{results.num_without_values:,}"
         notes.append(f"{count} records store only statistics: they are in no distribution.")
-    if found is not None and found.num_rounded:
+    if results is not None and results.num_rounded:
         notes.append(
-            f"Distributions of {found.num_rounded:,} records of wider types are drawn from quantile summaries."
+            f"Distributions of {results.num_rounded:,} records of wider types are drawn from quantile summaries."
         )
     return tuple(notes)

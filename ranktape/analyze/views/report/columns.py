@@ -43,11 +43,11 @@ _SMALLEST, _LARGEST = 1e-38, 3e38
 MAX_SAMPLES = 200_000
 """The largest number of samples of all records. If there are more, records whose samples differ most have priority."""
 
-MAX_LOOKED_AT = 10_000
+MAX_HISTOGRAMS = 10_000
 """The largest number of records with histograms: those of findings first, then one of each tensor of the model, then
 another of each, and so on."""
 
-MAX_TRIED, MAX_SWEPT_NBYTES = 2_000, 1_000_000_000
+MAX_SWEPT, MAX_SWEPT_NBYTES = 2_000, 1_000_000_000
 """The largest number of records on which formats are tried, and of bytes read for it, which takes a few seconds."""
 
 MAX_RECIPE_ROWS = 60
@@ -170,8 +170,8 @@ def sample_columns(known: RecordMetrics, *, first: Collection[int], limit: int =
     }
 
 
-def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
-    """The rows of at most `MAX_LOOKED_AT` records in order of priority."""
+def rows_by_priority(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
+    """The rows of at most `MAX_HISTOGRAMS` records in order of priority."""
     is_first = np.zeros(len(records), dtype=bool)
     is_first[list(first)] = True
     sites = row_codes(*(records.column(field) for field in (*SITE, "dtype")))
@@ -179,7 +179,7 @@ def looked_at(records: Records, *, first: Sequence[int]) -> NDArray[np.int64]:
     by_site = np.argsort(sites, kind="stable")
     again = np.empty_like(sites)
     again[by_site] = np.arange(len(records)) - np.searchsorted(sites[by_site], sites[by_site])
-    return np.lexsort((np.arange(len(records)), again, ~is_first))[:MAX_LOOKED_AT]
+    return np.lexsort((np.arange(len(records)), again, ~is_first))[:MAX_HISTOGRAMS]
 
 
 def histograms_of(
@@ -229,10 +229,10 @@ def ratios_of(
     """The signal-to-noise ratio of each format, in dB, as metrics of the page; several records are merged to the worst.
 
     It is infinite if nothing is lost, and NaN if it is not computed. Formats are tried on the first of these rows, at
-    most `MAX_TRIED` and `MAX_SWEPT_NBYTES`; the number of other records on which they could be tried is also returned.
+    most `MAX_SWEPT` and `MAX_SWEPT_NBYTES`; the number of other records on which they could be tried is also returned.
     """
     can_sweep = np.array([is_sweepable(dtype) for dtype in records.column("dtype").tolist()], dtype=bool)
-    wanted = rows[can_sweep[rows]][:MAX_TRIED]
+    wanted = rows[can_sweep[rows]][:MAX_SWEPT]
     kept = np.sort(wanted[np.cumsum(records.column("nbytes")[wanted]) <= MAX_SWEPT_NBYTES])
     columns = np.full((len(jobs), len(records)), math.nan)
     swept = sweep_records(records.take(kept.tolist()), [{None: jobs}] * len(kept), view=view, engine=engine)

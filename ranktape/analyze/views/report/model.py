@@ -32,11 +32,11 @@ from ranktape.analyze.table import Table
 from ranktape.analyze.views.report.columns import (
     SHOWN,
     histograms_of,
-    looked_at,
     matrix_of,
     packed,
     ratios_of,
     recipe_map,
+    rows_by_priority,
     sample_columns,
     usual_jobs,
 )
@@ -81,7 +81,7 @@ class ShownTable(NamedTuple):
     """A table above the findings, as texts; `command` prints the complete table."""
 
     title: str
-    said: str
+    explanation: str
     heads: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
     is_left: Sequence[bool] = ()
@@ -95,7 +95,7 @@ class Comparison:
 
     table: Table
     """Table with a row for each training."""
-    said: str
+    explanation: str
     """Explanation of the differences, below the matrix."""
     sqnr: Mapping[tuple[str, str, str], float]
     """SQNR against the first source for each module, product and source, in dB."""
@@ -139,7 +139,7 @@ class Model(NamedTuple):
     """Summary of the findings, in one sentence."""
     tables: tuple[ShownTable, ...]
     """The table of the comparison, or tables of each other source against the first."""
-    said: str
+    explanation: str
     """Explanation of the differences of a comparison; empty without one."""
     findings: tuple[Finding, ...]
     """The findings, the worst first."""
@@ -176,7 +176,7 @@ def build_model(
     known = record_metrics(records, ["elements", *(one.source for one in SHOWN)], view=view, engine=used)
     samples = sample_columns(known, first=set(named))
     columns = {name: known.column(name) for name in ("elements", *(one.source for one in SHOWN))}
-    rows = looked_at(records, first=named)
+    rows = rows_by_priority(records, first=named)
     next_step()
     binades, num_without_values, num_rounded = histograms_of(records, rows, view=view, engine=used)
     next_step()
@@ -217,7 +217,7 @@ def build_model(
         facts=_facts(records, scope=scope, environment=environment or {}),
         headline=headline(findings, num_records=len(records)),
         tables=tuple(tables),
-        said="" if comparison is None else printable(comparison.said),
+        explanation="" if comparison is None else printable(comparison.explanation),
         findings=tuple(listed),
         left_out=(
             *(text for is_shown, text in left_out if is_shown),
@@ -248,9 +248,9 @@ def build_model(
 def _as_text(table: Table, *, title: str = "", command: str = "") -> ShownTable:
     heads, cells, is_left = table.text_cells()
     sentences = [table.title, *table.notes] if title else table.notes
-    said = printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences))
+    explanation = printable(" ".join(f"{text[:1].upper()}{text[1:]}." for text in sentences))
     title = title or f"{table.title[:1].upper()}{table.title[1:]}"
-    return ShownTable(title, said, heads, cells, is_left, printable(command))
+    return ShownTable(title, explanation, heads, cells, is_left, printable(command))
 
 
 def differences_of(records: Records, *, engine: Engine) -> Iterator[ShownTable]:
