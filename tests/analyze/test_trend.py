@@ -238,4 +238,6 @@ def test_the_command_follows_a_sample(followed: Run) -> None:
     answer = CliRunner().invoke(cli, [*arguments, "--json"])
     assert answer.exit_code == 0, answer.output
     assert [row["step"] for row in json.loads(answer.stdout)["rows"]] == list(range(8))
+    texts = [CliRunner().invoke(cli, [*arguments, *more]).stdout for more in ([], ["--wide"])]
+    assert ["sample_index" in text for text in texts] == [False, True]
     assert CliRunner().invoke(cli, [*arguments, "--metric", "stdd"]).exit_code == 2
