@@ -67,10 +67,7 @@ EXAMPLES = {
         "ranktape collect --quant bf16,mxfp4 --min-iterations 5 -- python train.py",
     ),
     "demo": ("ranktape demo", "ranktape demo --output runs/nvfp4 --quant nvfp4"),
-    "trigger": (
-        "ranktape trigger runs/x",
-        "ranktape trigger runs/x --iterations 5 --select 'layer_type=attention'",
-    ),
+    "trigger": ("ranktape trigger runs/x", "ranktape trigger runs/x --iterations 5 --select 'layer_type=attention'"),
     "status": ("ranktape status runs/x --follow", "ranktape status runs/x --require-minimum"),
     "runs": ("ranktape runs runs", "ranktape runs s3://bucket/experiments --depth 2"),
     "export": (

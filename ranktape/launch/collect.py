@@ -64,9 +64,7 @@ _PRESET = ("stop_when_stored", "resume", "overwrite", "quant_type", "first_itera
 
 
 @click.command(
-    name="collect",
-    cls=RanktapeCommand,
-    context_settings={"allow_interspersed_args": False, "max_content_width": 100},
+    name="collect", cls=RanktapeCommand, context_settings={"allow_interspersed_args": False, "max_content_width": 100}
 )
 @click.option(
     "--quant",

@@ -93,10 +93,7 @@ class _RecordCommand(RanktapeCommand):
     options_metavar="[OPTIONS] [TORCHRUN_OPTIONS] --",
 )
 @click.option(
-    "--capture",
-    "url",
-    metavar="URL",
-    help="The run to record into; runs/ with the script's name by default.",
+    "--capture", "url", metavar="URL", help="The run to record into; runs/ with the script's name by default."
 )
 @quant_options
 @capture_options()

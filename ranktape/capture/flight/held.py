@@ -178,7 +178,7 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
         like: The header of the end of an earlier iteration; empty if none has finished.
         reason: Why the iteration did not finish.
     """
-    recorded_sites = {tensor.site for tensor in held.tensors}
+    sites = {tensor.site for tensor in held.tensors}
     missing: dict[str, list[str]] = {}
     num_expected = 0
     lines: Sequence[str] = like.get("expected", ())
@@ -187,7 +187,7 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
         module = site.partition(" (")[0]
         for name in names.split(", "):
             num_expected += 1
-            if (module, name) not in recorded_sites:
+            if (module, name) not in sites:
                 missing.setdefault(site, []).append(name)
     num_missing = sum(map(len, missing.values()))
     silent = {f"{site} {', '.join(names)}": reason for site, names in list(missing.items())[:MAX_PLACES]}
@@ -196,11 +196,7 @@ def cut_off(held: HeldIteration, *, like: Mapping[str, Any], reason: str) -> dic
     # If it is not known which tensors are missing, only the reason is recorded.
     silent = silent or {"the end of the iteration": reason}
     counts = {"num_expected": num_expected, "num_missing": num_missing} if lines else {}
-    recorded = (
-        f"{num_expected - num_missing} of {num_expected} expected tensors"
-        if lines
-        else f"{len(recorded_sites)} tensors"
-    )
+    recorded = f"{num_expected - num_missing} of {num_expected} expected tensors" if lines else f"{len(sites)} tensors"
     # An iteration without tensors expects none: it was cut off before any was due.
     expected = list(lines) if held.tensors else []
     return {"expected": expected, "silent_sites": silent, "cut_off": f"{reason}, after {recorded}", **counts}

@@ -202,10 +202,7 @@ def _rule_items(select: Any) -> list[dict[str, Any]]:
     return rules
 
 
-_EXAMPLES = {
-    "layers": "all, or numbers such as 0,30,61 or 0-3",
-    "samples": "numbers such as 0, 0-3 or 0:8:2",
-}
+_EXAMPLES = {"layers": "all, or numbers such as 0,30,61 or 0-3", "samples": "numbers such as 0, 0-3 or 0:8:2"}
 
 
 def read_numbers(name: str, value: Any) -> Numbers:

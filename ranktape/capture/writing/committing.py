@@ -63,12 +63,7 @@ class Committer:
     """Commits iterations in order, in a separate thread."""
 
     def __init__(
-        self,
-        storer: Storer,
-        *,
-        report: Callable[..., None],
-        on_settled: Callable[[int], None],
-        num_committed: int = 0,
+        self, storer: Storer, *, report: Callable[..., None], on_settled: Callable[[int], None], num_committed: int = 0
     ) -> None:
         """Start; `on_settled` is called with each iteration that the rank has settled."""
         self._storer = storer
@@ -76,9 +71,7 @@ class Committer:
         self._ring = storer.ring
         self._backend = storer.backend
         # Without retries, except for a flight recorder, of which any held iteration may be wanted.
-        self._recovery_backend: Backend = (
-            storer.backend if storer.config.options.record_last is None else storer.retrying
-        )
+        self._recovery: Backend = storer.backend if storer.config.options.record_last is None else storer.retrying
         self._spill = storer.spill
         self._attempt = storer.attempt
         self._rank = storer.config.rank
@@ -188,15 +181,13 @@ class Committer:
 
     def uncommitted(self) -> set[int]:
         """The iterations with stored objects of this rank."""
-        return layout.iterations_named(
-            self._recovery_backend.list_names(layout.rank_path(self._attempt.path, self._rank))
-        )
+        return layout.iterations_named(self._recovery.list_names(layout.rank_path(self._attempt.path, self._rank)))
 
     def adopt(self, iteration: int) -> set[str]:
         """Take over the undamaged stored tensors of an iteration, and delete the others; returns their sites."""
         group = layout.rank_iteration_path(self._attempt.path, self._rank, iteration)
         suffix = f"/{layout.DOCUMENT}"
-        names = [key.removesuffix(suffix) for key in self._recovery_backend.list_keys(group) if key.endswith(suffix)]
+        names = [key.removesuffix(suffix) for key in self._recovery.list_keys(group) if key.endswith(suffix)]
         sites: set[str] = set()
         # Stacks first: a tensor whose values were given up may be in a stack as a histogram, although its values are
         # stored too.
@@ -204,20 +195,18 @@ class Committer:
             if name == layout.CATALOGUE:
                 continue
             key = layout.document_key(f"{group}/{name}")
-            document = read_document(self._recovery_backend, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
+            document = read_document(self._recovery, f"{group}/{name}", max_nbytes=MAX_COMMIT_NBYTES) or b""
             try:
-                member = decode_document(document, place=f"{self._recovery_backend.url}/{key}", key=key)
+                member = decode_document(document, place=f"{self._recovery.url}/{key}", key=key)
                 entries = _entries_of(name, member)
                 if member["node_type"] == "array":
-                    read_stored(
-                        self._recovery_backend, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}")
-                    )
+                    read_stored(self._recovery, parse_array(member, path=f"{group}/{name}", place=f"{group}/{name}"))
                 self._rank_writer.adopt(iteration, name=name, entries=entries)
             except StorageError:
                 raise
             except (RanktapeError, KeyError, TypeError):
                 # It was being written: it is still in the ring, or counts as lost.
-                self._recovery_backend.delete(f"{group}/{name}")
+                self._recovery.delete(f"{group}/{name}")
                 continue
             sites |= {entry.site for entry in entries}
         return sites
@@ -228,7 +217,7 @@ class Committer:
         Returns:
             Whether it was committed, and why not; None as the reason if it was, or if it was settled already.
         """
-        attempt, backend = self._attempt.path, self._recovery_backend
+        attempt, backend = self._attempt.path, self._recovery
         for mark in Mark:
             if read_attributes(backend, layout.marker_path(attempt, iteration, self._rank, mark)) is not None:
                 return False, None

@@ -35,13 +35,7 @@ from ranktape.storage.format.attempt import (
 from ranktape.storage.format.commit import finish_iteration
 from ranktape.storage.format.documents import for_each
 from ranktape.storage.format.layout import Mark
-from ranktape.storage.format.live import (
-    Answer,
-    Request,
-    list_requests,
-    read_request,
-    write_answer,
-)
+from ranktape.storage.format.live import Answer, Request, list_requests, read_request, write_answer
 from ranktape.storage.format.progress import Progress, RunVerdict, read_progress, write_verdict
 from ranktape.storage.maintenance.prune import drop_iteration, finish_drops
 from ranktape.storage.places.backend import Backend
@@ -144,7 +138,7 @@ class Coordinator:
         self._must_write_plan = is_successor
         self._seen: Progress | None = None
         self._lock = threading.Lock()
-        self._earlier_iterations: list[tuple[Attempt, int]] | None = None
+        self._earlier: list[tuple[Attempt, int]] | None = None
         self._is_whole: dict[int, bool] = {}
         self.complete: set[int] = set()
         self.problems: dict[str, str] = {}
@@ -371,25 +365,25 @@ class Coordinator:
         keep_last = self._options.keep_last
         if keep_last is None:
             return
-        if self._earlier_iterations is None:
+        if self._earlier is None:
             earlier = [attempt for attempt in read_attempts(self._backend) if attempt.number < self._attempt.number]
             for attempt in earlier:
                 finish_drops(self._backend, attempt=attempt)
-            self._earlier_iterations = [
+            self._earlier = [
                 (attempt, number) for attempt in earlier for number in whole_iterations(self._backend, attempt)
             ]
         for number in complete - self._is_whole.keys():
             self._is_whole[number] = is_whole(self._backend, self._attempt, number)
         # A partial iteration, which was cut off, is kept and does not count.
         current = [(self._attempt, number) for number in sorted(complete) if self._is_whole[number]]
-        stored = [*self._earlier_iterations, *current]
+        stored = [*self._earlier, *current]
         for attempt, iteration in stored[: max(0, len(stored) - keep_last)]:
             drop_iteration(self._backend, attempt=attempt, iteration=iteration)
             if attempt is self._attempt:
                 complete.remove(iteration)
                 dropped.add(iteration)
             else:
-                self._earlier_iterations.remove((attempt, iteration))
+                self._earlier.remove((attempt, iteration))
 
     def _decide(self, progress: Progress) -> None:
         self.complete |= progress.complete | progress.dropped

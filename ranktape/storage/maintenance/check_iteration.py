@@ -38,12 +38,7 @@ from ranktape.storage.format.catalogue import (
     documented_columns,
 )
 from ranktape.storage.format.commit import SUMMARY, RankCommit, parse_commit, summary_of
-from ranktape.storage.format.documents import (
-    MAX_COMMIT_NBYTES,
-    decode_document,
-    document_checksum,
-    read_document,
-)
+from ranktape.storage.format.documents import MAX_COMMIT_NBYTES, decode_document, document_checksum, read_document
 from ranktape.storage.format.layout import DOCUMENT, AttemptKey, KeyKind, Mark, document_key
 from ranktape.storage.maintenance.copy import SPILLED_KEY
 from ranktape.storage.maintenance.finding import CheckFinding, FindingKind, Findings, Repair

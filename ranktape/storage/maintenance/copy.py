@@ -92,11 +92,7 @@ class CopyReport:
 
 
 def copy_run(
-    source: Backend,
-    target: Backend,
-    *,
-    verify: bool = True,
-    on_progress: OnProgress | None = None,
+    source: Backend, target: Backend, *, verify: bool = True, on_progress: OnProgress | None = None
 ) -> CopyReport:
     """Copy a run. Of a run that is being recorded, committed iterations are copied; a later copy adds the rest.
 

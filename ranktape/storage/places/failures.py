@@ -80,10 +80,7 @@ _SIGNED = [
         ),
         r"<\1>***</\1>",
     ),
-    (
-        re.compile(r"(?i)\b(signature|credential|x-amz-[\w-]*token|sig)\s*[=:]\s*[^\s,;&'\"<>]+"),
-        r"\1=***",
-    ),
+    (re.compile(r"(?i)\b(signature|credential|x-amz-[\w-]*token|sig)\s*[=:]\s*[^\s,;&'\"<>]+"), r"\1=***"),
     (re.compile(r"(?i)\b(authorization)['\"]?\s*[=:]\s*['\"]?(?:\w+ )?[^\s,;&'\"<>]+"), r"\1=***"),
 ]
 

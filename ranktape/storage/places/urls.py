@@ -48,11 +48,7 @@ class RetryingBackend(ForwardingBackend):
     """A backend that retries transient errors until a deadline."""
 
     def __init__(
-        self,
-        backend: Backend,
-        *,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        give_up: Callable[[], bool] | None = None,
+        self, backend: Backend, *, timeout_seconds: float = TIMEOUT_SECONDS, give_up: Callable[[], bool] | None = None
     ) -> None:
         self.url = backend.url
         self.is_shared = backend.is_shared

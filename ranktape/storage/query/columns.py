@@ -290,14 +290,12 @@ def equal_rows(columns: Sequence[Column | Sequence[Any]]) -> list[tuple[Key, np.
     """
     known = [_coded(column) for column in columns]
     codes = np.zeros(len(known[0][0]), dtype=np.int64)
-    for codes_of_column, table in known:
-        _, codes = np.unique(codes * max(1, len(table)) + codes_of_column, return_inverse=True)
+    for codes_of, table in known:
+        _, codes = np.unique(codes * max(1, len(table)) + codes_of, return_inverse=True)
         codes = codes.reshape(-1)
     order = np.argsort(codes, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
-    keyed_rows = [
-        (tuple(table[int(codes_of_column[rows[0]])] for codes_of_column, table in known), rows) for rows in groups
-    ]
+    keyed_rows = [(tuple(table[int(codes_of[rows[0]])] for codes_of, table in known), rows) for rows in groups]
     return sorted(keyed_rows, key=lambda item: [_order(value) for value in item[0]])
 
 

@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ranktape.errors import CaptureError, DataError, RunLostError, StorageError
 from ranktape.storage.format import layout
-from ranktape.storage.format.arrays import (
-    EncodedArray,
-    check_form,
-    checksum,
-    encode_array,
-    encode_stack,
-    write_blob,
-)
+from ranktape.storage.format.arrays import EncodedArray, check_form, checksum, encode_array, encode_stack, write_blob
 from ranktape.storage.format.attempt import Attempt, check_attempt, is_attempt_there, read_run, run_attributes
 from ranktape.storage.format.catalogue import CatalogueEntry, encode_catalogue
 from ranktape.storage.format.documents import (

@@ -480,10 +480,7 @@ class Records(Sequence[Record]):
         return selection
 
     def _narrowed(
-        self,
-        rows: np.ndarray[Any, Any],
-        *,
-        narrow: Callable[[Listing, np.ndarray[Any, Any]], Listing] = Listing.narrow,
+        self, rows: np.ndarray[Any, Any], *, narrow: Callable[[Listing, np.ndarray[Any, Any]], Listing] = Listing.narrow
     ) -> Records:
         """The selection of some rows, in tables without other files."""
         listings, moved, start = [], np.empty_like(rows), 0
