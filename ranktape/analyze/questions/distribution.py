@@ -195,7 +195,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KindTable:
     """The table that a kind creates from a digest."""
 
     title: str
@@ -313,11 +313,11 @@ _EDGES = ("lower float from", "upper float to")
 _COUNT = ("count integer", "ratio ratio share in bins")
 _RELATIVE = "relative_density bar relative density"
 
-ANSWERS: Mapping[DistributionKind, Answer] = {
-    DistributionKind.LINEAR: Answer(
+ANSWERS: Mapping[DistributionKind, KindTable] = {
+    DistributionKind.LINEAR: KindTable(
         "histogram of the values", _columns(*_EDGES, *_COUNT, "density float", _RELATIVE), _linear
     ),
-    DistributionKind.NORMALISED: Answer(
+    DistributionKind.NORMALISED: KindTable(
         "histogram of the values, normalised to [0, 1]",
         _columns(
             "normalised.lower float from",
@@ -331,7 +331,7 @@ ANSWERS: Mapping[DistributionKind, Answer] = {
         ),
         _normalised,
     ),
-    DistributionKind.LOG2: Answer(
+    DistributionKind.LOG2: KindTable(
         "histogram of the values in binades",
         (
             *_columns(*_EDGES, _COUNT[0], "negative integer negative", _COUNT[1]),
@@ -340,7 +340,7 @@ ANSWERS: Mapping[DistributionKind, Answer] = {
         ),
         _log2,
     ),
-    DistributionKind.EXPONENTS: Answer(
+    DistributionKind.EXPONENTS: KindTable(
         "values by power of two",
         _columns(
             "exponent integer",
@@ -353,7 +353,7 @@ ANSWERS: Mapping[DistributionKind, Answer] = {
         ),
         _exponents,
     ),
-    DistributionKind.FORMATS: Answer(
+    DistributionKind.FORMATS: KindTable(
         "values in each format",
         _columns(
             "format text",
@@ -370,7 +370,7 @@ ANSWERS: Mapping[DistributionKind, Answer] = {
         ),
         _formats,
     ),
-    DistributionKind.NORMAL: Answer(
+    DistributionKind.NORMAL: KindTable(
         "normal distribution fitted to the values",
         _columns(
             "finite integer",
@@ -384,7 +384,7 @@ ANSWERS: Mapping[DistributionKind, Answer] = {
         ),
         _normal,
     ),
-    DistributionKind.QQ: Answer(
+    DistributionKind.QQ: KindTable(
         "quantiles of the values and of the fitted normal distribution",
         _columns("probability float", "theoretical float fitted", "observed float observed"),
         _qq,
