@@ -172,7 +172,7 @@ def test_on_one_of_several_ranks_what_is_saved_waits_for_a_training(tmp_path: Pa
     ended = torchrun("-m", "ranktape.launch", "--capture", "run", "saves.py", cwd=tmp_path)
     assert ended.returncode == 1
     [error] = errors(ended)
-    assert "TENSOR_SAVE_ENABLED=true and TENSOR_SAVE_DIR in place of the launcher" in error
+    assert "TENSOR_SAVE_ENABLED=true and TENSOR_SAVE_DIR instead of using the launcher" in error
     assert not (tmp_path / "run").exists()
 
 
