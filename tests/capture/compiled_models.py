@@ -80,7 +80,7 @@ def stepping(
     return step
 
 
-def not_compiled(model: Model) -> Step:
+def as_written(model: Model) -> Step:
     return stepping(model)
 
 
