@@ -357,9 +357,9 @@ def read_verdict(
         seen.progresses[progress.attempt.path] = dataclasses.replace(progress, marks=complete)
         is_over = final or progress.attempt is not last
         known = seen.statuses.get(progress.attempt.path, {})
-        of_attempt = read_statuses(backend, progress, final=is_over, known=known)
-        seen.statuses[progress.attempt.path] = {attempt.iteration: attempt for attempt in of_attempt}
-        statuses += of_attempt
+        iteration_statuses = read_statuses(backend, progress, final=is_over, known=known)
+        seen.statuses[progress.attempt.path] = {status.iteration: status for status in iteration_statuses}
+        statuses += iteration_statuses
     statuses.sort(key=lambda status: (status.iteration, status.attempt))
     verdict = judge(
         statuses,
