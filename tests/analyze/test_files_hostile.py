@@ -110,7 +110,7 @@ def test_a_pickle_that_would_not_end_well_is_refused(tmp_path: Path, what: str, 
 )
 def test_words_without_end_are_refused(tmp_path: Path, said: bytes) -> None:
     path = archive(tmp_path / "x.pt", said)
-    with measured_memory(), pytest.raises(DataError, match=r"larger than|refers to itself"):
+    with measured_memory(), pytest.raises(DataError, match=r"more than 100000 values or contains itself|larger than"):
         read_plain(path)
 
 
@@ -167,7 +167,7 @@ def test_a_call_takes_no_longer_than_its_pickle(tmp_path: Path, what: str) -> No
 def test_sets_of_one_list_take_the_memory_of_one(tmp_path: Path) -> None:
     said = b"](" + LONG_LIST + b"\x85q\x01cbuiltins\nset\nq\x02" + b"h\x02h\x01R" * 20 + b"e"
     path = archive(tmp_path / "x.pt", b"\x80\x02" + said + b".")
-    with measured_memory(), pytest.raises(DataError, match="is larger than 100000 values"):
+    with measured_memory(), pytest.raises(DataError, match="has more than 100000 values"):
         read_plain(path)
 
 

@@ -150,7 +150,7 @@ def test_products_are_computed_again_of_each_source(parent: Path) -> None:
     assert rows("replay", parent / "bf16", "--by", "source,layer_idx")[0]["source"] == "bf16"
     done = ask("replay", *places, "--target-sqnr", "20")
     assert done.exit_code == 2
-    assert "choose one with --source (bf16, mxfp8)" in done.stderr
+    assert "select one with --source (bf16, mxfp8)" in done.stderr
 
 
 def test_several_are_compared_with_one_each(parent: Path) -> None:

@@ -485,7 +485,8 @@ class SourceRecorder:
         """
         counts = Counter(id(value) for value in values if isinstance(value, torch.Tensor))
         repeated = [number for number, count in counts.items() if count > 1]
-        is_single_node = self.is_single_node is not None and self.is_single_node(values, kwargs)
+        # Asked only where it matters: on a device, the question may wait for it.
+        is_single_node = bool(repeated) and self.is_single_node is not None and self.is_single_node(values, kwargs)
         return () if is_single_node else repeated
 
     def _refuse(self, argument: Argument, value: Any, entry: RunningRole) -> None:
