@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
 FRAMEWORKS = {
-    "PyTorch": "plain `torch.nn` modules, `scaled_dot_product_attention`, `nn.MultiheadAttention`",
+    "PyTorch": "plain `torch.nn` modules, `scaled_dot_product_attention`, attention that is written out, "
+    "`nn.MultiheadAttention`",
     "HF Llama": "`transformers`, grouped-query attention, `sdpa` and `eager`",
     "HF GPT-2": "`transformers`, linear layers that are `Conv1D`",
     "Megatron-core": "local spec, column and row parallel layers, core attention, its own DDP",

@@ -93,6 +93,7 @@ def two_of(attend: Attend) -> nn.Module:
     return nn.Sequential(linear(), attention(attend), attention(attend))
 
 
+@pytest.mark.support(framework="PyTorch", parallelism="one process", features=("attention", "unchanged"))
 @pytest.mark.parametrize(
     ("attend", "calls", "scale"),
     [
