@@ -16,7 +16,7 @@ from ranktape.analyze.engine.engine import Engine
 from ranktape.analyze.numerics.error_sums import ErrorSums, error_sums
 from ranktape.analyze.numerics.recipes.recipe import HighPrecision, Recipe
 from ranktape.analyze.numerics.recipes.words import parse_recipes
-from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, replay_calls
+from ranktape.analyze.replays.replayed import GROUP_FIELDS, Replayed, ReplayedGroup, replay_calls
 from ranktape.capture import Capture
 from ranktape.errors import DataError, UnknownFieldError, UsageError
 from ranktape.storage import Run, open_run
@@ -334,3 +334,10 @@ def test_gradients_of_several_uses_are_not_compared_with_one(
     several, tied = "grad_weight is summed over several calls", "grad_weight is summed over several modules"
     assert whys == ({("twice", several), ("first", tied), ("second", tied)} if is_autocast else set())
     assert min(recorded_sqnr(replayed).values()) > (50 if is_autocast else 120)
+
+
+@pytest.mark.parametrize(("num_rows", "median"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (8, 3)])
+def test_the_median_is_the_worse_of_the_rows_in_the_middle(num_rows: int, median: int) -> None:
+    rows = np.arange(100, 100 + num_rows)
+    group = ReplayedGroup(key={}, exact=ErrorSums(), recorded=ErrorSums(), num_calls=num_rows, rows=rows)
+    assert (group.worst, group.median) == (100, 100 + median)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranktape.capture.flight.rules import judge
 from ranktape.capture.settings.options import CaptureOptions, check_layer_types
 from ranktape.capture.settings.rules import parse_rules, read_numbers
 from ranktape.errors import UnknownFieldError, UsageError
+from tests.runs import describe
 
 KNOWN = ("linear", "attention", "embedding", "hidden")
 
@@ -312,3 +316,18 @@ def test_the_documents_of_a_run_hold_what_json_can() -> None:
     assert document["select"] == {"layer_idx": "range(0, 3)", "rank": [1, 2], "call": "slice(0, 2, None)"}
     assert document["advance_on"] == "Optimizer"
     assert "CANARY" not in str(document)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([math.nan], "the layers.0 forward pre input is NaN"),
+        ([-math.inf], "the layers.0 forward pre input is infinite"),
+        ([math.nan, 1.0, math.nan], "2 of 3 values of layers.0 forward pre input are NaN"),
+    ],
+)
+def test_a_trigger_says_how_many_values_are_not_finite(values: list[float], text: str) -> None:
+    array = np.array(values, dtype=np.float32)
+    info = describe(array, module="layers.0", layer_type="linear", tensor_name="input")
+    [hit] = judge((), info, lambda: pytest.fail("no limit needs statistics"))
+    assert hit.text == text

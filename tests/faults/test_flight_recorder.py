@@ -91,8 +91,10 @@ def test_the_last_iterations_of_all_ranks_are_stored_when_one_dies(
     first, *_ = run.triggers()
     places = [(record.iteration, record.rank) for record in run.select()]
     of_rank = [row for row, place in enumerate(places) if place == (first.iteration, first.rank)]
-    assert find(run.select())[0].places == tuple(of_rank or range(len(places)))[:-9:-1]
+    finding = find(run.select())[0]
+    assert finding.places == tuple(of_rank or range(len(places)))[:-9:-1]
     if fault == "exception":
+        assert finding.evidence.endswith("; ValueError: the data are wrong")
         assert triggers[0].text == "ValueError: the data are wrong"
         assert 'raise ValueError("the data are wrong")' in triggers[0].traceback
 
