@@ -24,6 +24,7 @@ from ranktape.capture.settings.options import CaptureOptions
 from ranktape.capture.staging.process import WriterConfig
 from ranktape.capture.staging.ring import RingConsumer, RingProducer
 from ranktape.capture.staging.ring_file import Counter, SlotKind
+from ranktape.capture.writing import storing
 from ranktape.capture.writing.committing import Committer
 from ranktape.capture.writing.storing import Staged, Storer
 from ranktape.errors import AccessDeniedError, NoSpaceError, StorageError, UnreachableError
@@ -349,6 +350,22 @@ def test_what_stands_for_tensors_fails_as_they_do_in_an_outage(make: Callable[..
     assert len(bench.records(1)) == 40
     statuses = {status.iteration: status for status in open_run(bench.url).status()}
     assert statuses[0].missing
+
+
+def test_what_finds_no_memory_ends_with_its_iteration(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "MAX_WAITING_NBYTES", 0)
+    bench = make()
+    arrays = {"a": np.ones(9000, np.float32)}
+    staged = bench.stage(0, arrays, said={"a": {"keep": "statistics"}})
+    staged.refuse("the test refuses it")
+    bench.producer.put(SlotKind.END, end_of(0, arrays), timeout_seconds=60)
+    taken = bench.ring.take()
+    assert taken is not None
+    bench.committer.commit(staged, taken)
+    bench.wait_for(lambda: bench.ring.counter(Counter.SETTLED) == 1)
+    assert bench.ring.pending_nbytes == 0
 
 
 def test_small_tensors_do_not_keep_the_ring(make: Callable[..., Bench]) -> None:
