@@ -33,6 +33,7 @@ from tests.capture.trainings import (
     linear,
     missing,
     only,
+    parameter,
     products,
     train_twice,
 )
@@ -140,6 +141,37 @@ def test_attention_under_autocast_has_the_dtype_of_its_products(tmp_path: Path) 
     query = only(trained.run, iteration=0, tensor_name="query")
     assert (query.dtype, query.compute_dtype) == ("bfloat16", "bfloat16")
     assert len(trained.run.select(iteration=0, layer_type="attention")) == 8
+
+
+def test_a_parameter_that_autocast_casts_once_keeps_its_gradient(tmp_path: Path) -> None:
+    """Learned queries are used twice, so that autocast adds their gradients before it casts them back."""
+
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        keys = model.k(hidden)
+        once = (model.queries @ keys.mT).softmax(-1) @ model.v(hidden)
+        return once + (model.queries @ keys.mT.tanh()).softmax(-1) @ model.v(hidden)  # type: ignore[no-any-return]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().square().mean()  # type: ignore[no-any-return]
+
+    make = lambda: Made(run, k=linear(), v=linear(), queries=parameter(LENGTH, WIDTH))  # noqa: E731
+    trained = train_twice(Task(make=make, loss=loss), tmp_path / "run")
+    assert trained.is_equal, "the training is not the same"
+    names = trained.run.select(iteration=0, layer_type="attention").column("tensor_name")
+    assert Counter(names)["query"] == Counter(names)["grad_key"] == 2
+    reasons = {place.split()[-1]: reason for place, reason in missing(trained.run).items()}
+    assert reasons["grad_query"].startswith("autocast casts it once for all its uses")
+
+
+def test_a_sparse_operand_is_left_alone(tmp_path: Path) -> None:
+    def run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        graph = torch.eye(LENGTH).to_sparse().requires_grad_()
+        scores = graph @ model.first(hidden)[0]
+        return torch.softmax(scores, -1) @ hidden.mT
+
+    trained = lawful(Task(make=lambda: Made(run, first=linear())), tmp_path / "run", {"output": 1, "grad_weight": 1})
+    assert not trained.run.select(layer_type="attention")
 
 
 def test_generation_without_gradients_is_recorded(tmp_path: Path) -> None:

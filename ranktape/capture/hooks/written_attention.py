@@ -10,13 +10,14 @@ computes both products. The products may be those of `matmul`, `bmm`, `baddbmm`,
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ranktape.capture.hooks.calls import HookContext, SourceRecorder, tags_of
+from ranktape.capture.hooks.calls import CACHED, HookContext, SourceRecorder, is_cached_by_autocast, tags_of
 from ranktape.capture.passes.tracker import Call, Frame
 from ranktape.capture.roles.known import ATTENTION, EINSUM
 from ranktape.capture.roles.table import FunctionRole, Port, Ports, ports_of
@@ -50,6 +51,8 @@ class _Operand(NamedTuple):
     """The order of its dimensions in which its last two are rows and columns."""
     version: int
     """Version counter of the tensor when it was multiplied."""
+    has_gradient: bool
+    """Whether autograd computes the gradient of the product for it."""
     is_aliased: bool
     """Whether the tensor is an alias, which sees only this product's share of the gradient."""
 
@@ -106,27 +109,26 @@ class WrittenAttention:
         """Call a product, and record the attention if this is its second product."""
         arguments = ports.arguments[-2:]
         left, right = (argument.find(args, kwargs) for argument in arguments)
-        orders = _orders(role, args, left, right)
-        frame = self._current_frame()
-        if orders is None or frame is None or left is right or is_transformed() or self._source() is None:
+        orders, frame, source = _orders(role, args, left, right), self._current_frame(), self._source()
+        if orders is None or frame is None or source is None or left is right or is_transformed():
             return original(*args, **kwargs)
-        scores = self._weights_like(left, frame) if _is_sorted(orders[0]) else None
-        if scores is None and not _is_sorted(orders[2]):
-            return original(*args, **kwargs)
-        # The right operand gets its alias first, so that autograd adds gradients in the order of the plain product.
-        second = _operand(right, orders[1])
-        args, kwargs = arguments[1].replace(second.tensor, args, kwargs)
-        if scores is not None:
-            output = original(*args, **kwargs)
-            with self._recorder.guarded():
-                self._record(scores, second, output, orders[2])
-            return output
-        first = _operand(left, orders[0])
-        args, kwargs = arguments[0].replace(first.tensor, args, kwargs)
+        scores = first = second = None
+        with self._recorder.guarded(source):
+            scores = self._weights_like(left, frame) if _is_sorted(orders[0]) else None
+            if scores is not None or _is_sorted(orders[2]):
+                # The right operand gets its alias first, so that autograd adds gradients in the usual order.
+                second = _operand(right, orders[1])
+                args, kwargs = arguments[1].replace(second.tensor, args, kwargs)
+                if scores is None:
+                    first = _operand(left, orders[0])
+                    args, kwargs = arguments[0].replace(first.tensor, args, kwargs)
         result = original(*args, **kwargs)
-        if isinstance(result, torch.Tensor):
-            self._thread.scores.append(_Scores(first, second, frame, _size(result)))
-            del self._thread.scores[:-_MAX_WAITING]
+        with self._recorder.guarded(source):
+            if scores is not None and second is not None:
+                self._record(source, scores, second, result, orders[2])
+            elif first is not None and second is not None:
+                self._thread.scores.append(_Scores(first, second, frame, _size(result)))
+                del self._thread.scores[:-_MAX_WAITING]
         return result
 
     def softmax(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,9 +154,8 @@ class WrittenAttention:
         thread.weights = [scores for scores in thread.weights if not any(scores is one for one in found)]
         return found[0] if len(found) == 1 else None
 
-    def _record(self, scores: _Scores, value: _Operand, output: Any, order: Order) -> None:
-        source, recorder = self._source(), self._recorder
-        if source is None or not recorder.follows(source, (port.value for port in self._ports.all)):
+    def _record(self, source: Source, scores: _Scores, value: _Operand, output: torch.Tensor, order: Order) -> None:
+        if not self._recorder.follows(source, (port.value for port in self._ports.all)):
             return
         source_recorder = SourceRecorder(
             context=self._context,
@@ -167,28 +168,35 @@ class WrittenAttention:
         source_recorder.expect_gradients([operand.tensor for operand in operands], call)
         parts = scores.query.rows, scores.key.columns, value.rows
         for argument, operand, part in zip(self._ports.arguments, operands, parts, strict=True):
-            [port] = argument.ports
-            if not in_backward():
-                self._record_operand(source_recorder, port, operand, part, call)
-            if operand.is_aliased and recorder.wants(source, port.grad, call):
-                source_recorder.record_grad(port, operand.tensor, call, part=part)
+            self._record_operand(source_recorder, argument.ports[0], operand, part, call)
         tensors = [operand.tensor for operand in operands]
         source_recorder.record_output(output, call, args=tensors, order=None if _is_sorted(order) else order)
 
     def _record_operand(
         self, source_recorder: SourceRecorder, port: Port, operand: _Operand, part: Part, call: Call
     ) -> None:
-        if version_of(operand.tensor) != operand.version:
-            self._recorder.refuse(source_recorder.source, port.value, _WRITTEN_TO, call=call)
+        source, recorder = source_recorder.source, self._recorder
+        is_changed = version_of(operand.tensor) != operand.version
+        if is_changed:
+            recorder.refuse(source, port.value, _WRITTEN_TO, call=call)
+        elif not in_backward():
+            tags = tags_of(WRITTEN_OUT) if port.name == "query" else NO_TAGS
+            source_recorder.record(port, part(operand.tensor), call, tags=tags)
+        if not operand.has_gradient or not recorder.wants(source, port.grad, call):
             return
-        tags = tags_of(WRITTEN_OUT) if port.name == "query" else NO_TAGS
-        source_recorder.record(port, part(operand.tensor), call, tags=tags)
+        if is_changed or not operand.is_aliased:
+            recorder.refuse(source, port.grad, _WRITTEN_TO if is_changed else CACHED, call=call)
+        else:
+            source_recorder.record_grad(port, operand.tensor, call, part=part)
 
 
 def _operand(tensor: torch.Tensor, order: Order) -> _Operand:
-    is_aliased = tensor.requires_grad and torch.is_grad_enabled()
-    seen = tensor.view_as(tensor) if is_aliased else tensor
-    return _Operand(seen, order, version_of(seen), is_aliased)
+    has_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    # An alias of a tensor whose cast autocast caches would be cast again, and its gradients be added in another dtype.
+    is_aliased = has_gradient and not is_cached_by_autocast(tensor)
+    return _Operand(
+        tensor.view_as(tensor) if is_aliased else tensor, order, version_of(tensor), has_gradient, is_aliased
+    )
 
 
 def _size(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -201,7 +209,7 @@ def _is_sorted(order: Sequence[int]) -> bool:
 
 def _orders(role: FunctionRole, args: tuple[Any, ...], left: Any, right: Any) -> Orders | None:
     """The orders of dimensions that make a product [..., I, D] times [..., D, J] to [..., I, J]; None if none do."""
-    if type(left) not in PLAIN or type(right) not in PLAIN or min(left.ndim, right.ndim) < _MIN_DIMS:
+    if any(type(one) not in PLAIN or one.layout is not torch.strided or one.ndim < _MIN_DIMS for one in (left, right)):
         return None
     if role is not EINSUM:
         ranks = left.ndim, right.ndim, max(left.ndim, right.ndim)
@@ -209,6 +217,7 @@ def _orders(role: FunctionRole, args: tuple[Any, ...], left: Any, right: Any) ->
     return orders_of(args[0]) if args and isinstance(args[0], str) else None
 
 
+@functools.lru_cache(maxsize=256)
 def orders_of(equation: str) -> Orders | None:
     """The orders for an equation of `einsum` with two operands; None if it is not a batched product of matrices."""
     operands, _, result = equation.replace(" ", "").partition("->")
